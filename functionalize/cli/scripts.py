@@ -34,6 +34,7 @@ from functionalize.sweep.training import Training
 
 Mesh = dict[str, int] | tuple[int, ...]
 _PICTURES = (".png", ".svg", ".pdf")
+_DRAWN_BY = {**dict.fromkeys(_PICTURES, ("matplotlib", "plots")), ".html": ("plotly", "page")}
 _WORDS = {"true": True, "false": False, "none": None}
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _UNITS = {"b": 1} | {
@@ -216,8 +217,13 @@ def mesh(text: str) -> Mesh:
 
 
 def check_files(*files: str | None) -> None:
-    """Raises `UsageError` for a file that could not be written, before the (slow) recording."""
+    """Raises `UsageError` for a file that could not be written or drawn, before the (slow) recording."""
     for file in filter(None, files):
+        library, extra = _DRAWN_BY.get(Path(file).suffix, ("", ""))
+        if library and not _is_installed(library):
+            raise UsageError(
+                f'{file} needs {library}, which is not installed: pip install "functionalize[{extra}]"'
+            )
         folder = Path(file).parent
         if Path(file).is_dir():
             raise UsageError(f"{file} is a folder: name a file in it")
@@ -231,6 +237,13 @@ def check_picture(file: str | None) -> None:
     """Raises `UsageError` for a picture of an unknown format, before the (slow) recording."""
     if file is not None and Path(file).suffix not in _PICTURES:
         raise UsageError(f"--png {file}: the file of a picture ends in {' or '.join(_PICTURES)}")
+
+
+def _is_installed(library: str) -> bool:
+    try:
+        return importlib.util.find_spec(library) is not None
+    except ValueError:  # `sys.modules` says that it is not there
+        return False
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,22 @@ def test_files_are_checked_before_anything_is_recorded(
     (tmp_path / file).mkdir()
     ran = command(name, TRAINING, *more, tmp_path / file, columns=500)
     assert ran.code == 2 and "is a folder: name a file in it" in ran.words
+
+
+def test_libraries_that_draw_are_checked_before_anything_is_recorded(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for library, extra in (("matplotlib", "plots"), ("plotly", "page")):
+        monkeypatch.setitem(sys.modules, library, None)
+        file = tmp_path / {"plots": "file.png", "page": "file.html"}[extra]
+        for name in ("plan", "memory"):
+            option = f"--{file.suffix[1:]}"
+            ran = command(name, TRAINING, "--step", "stops", option, file, columns=500)
+            assert ran.code == 2, ran.err
+            assert (
+                f'needs {library}, which is not installed: pip install "functionalize[{extra}]"'
+                in ran.words
+            )
 
 
 def test_files_of_other_commands_are_checked_first(
