@@ -84,6 +84,7 @@ class Search:
 
     candidates: found so far. failed: mesh -> why it cannot be planned. margins: batch -> bytes that the
     allocator cannot use, of plans that did not fit. programs: setting -> pipeline -> the plan of its best after that.
+    largest: the batch at which doubling ended, though larger ones may fit.
     """
 
     short: ShortPlans
@@ -95,6 +96,7 @@ class Search:
     items: Items | None = None
     margins: dict[int | None, float] = field(default_factory=dict)
     planned: int = 0
+    largest: int | None = None
     programs: dict[Setting, dict[str, Plan]] = field(default_factory=dict)
     _settings: list[Setting] = field(default_factory=list)
 
@@ -135,6 +137,8 @@ class Search:
             if fitting and base.peak + beside > self._left(setting):
                 break
             fitting.append(setting)
+        if len(fitting) == len(found) and space.has_batch:
+            self.largest = fitting[-1].batch
         return fitting
 
     # -- candidates --------------------------------------------------------------------------------

@@ -153,6 +153,8 @@ def _answer(search: Search, world: int, start: float) -> Tuned:
         *sorted(rest, key=lambda c: c.lacks),
     ]
     left_out = list(short.space.left_out)
+    if search.largest is not None:
+        left_out.append(f"batches above {search.largest:,}, which may fit: `batches` names others")
     if not short.runs:
         left_out.append(
             "layers: `build` returns no model with modules that `fully_shard` wraps below a root"

@@ -217,9 +217,24 @@ def test_what_a_script_does_not_parametrise_is_named() -> None:
     )
     left_out = "\n".join(found.facts.left_out)
     assert "mesh: `build` has no parameter `mesh`" in left_out
+    assert "batches above" not in left_out
     assert "accumulation: no function has" in left_out and "layers: `build` returns no" in left_out
     assert found.best.setting.batch > 1 and found.pipeline is None and not found.policy.layers
     assert found.kind == "samples"
+
+
+def test_the_end_of_doubling_is_named() -> None:
+    found = fz.tune(
+        plain_build,
+        plain_step,
+        inputs=lambda batch=1: torch.randn(batch, 16),
+        world=1,
+        limit=1e12,
+        target="cpu",
+        pipelines=[],
+    )
+    assert found.best.setting.batch == 2048
+    assert "not searched: batches above 2,048, which may fit" in found.text()
 
 
 @pytest.mark.parametrize(
