@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from functionalize.errors import FunctionalizeError, PlanError
+from functionalize.errors import FunctionalizeError, PassError, PlanError
 from functionalize.fake_world.target import Target, target_named
 from functionalize.fake_world.world import world_shape
 from functionalize.planning.allocator.alloc_conf import Settings
@@ -67,11 +67,15 @@ def _error(point: Point, accepted: AcceptedKeys) -> FunctionalizeError | None:
 
 
 def check_pipeline(pipeline: Any) -> None:
-    """Raises `PassError` for the text of a pipeline that cannot be read."""
+    """Raises `PassError` for the text of a pipeline that cannot be read, or that would change nothing in a plan."""
     if isinstance(pipeline, str):
         from passes.pipeline import parse  # here, as `passes` imports `functionalize`
 
-        parse(pipeline)
+        if any(each.name == "offload" for each in parse(pipeline)):
+            raise PassError(
+                "`offload` cannot be planned: the tensors of a fake world are on the CPU, so that memory of the host "
+                "and of the device are not told apart. Leave it out, or give it to `fz.capture` on a GPU"
+            )
 
 
 def world_of(point: Point) -> dict[str, Any]:

@@ -102,6 +102,11 @@ def test_wrong_usage(command: Command) -> None:
         (("plan", TRAINING, "--grid", "batches=1"), "no function accepts `batches`"),
         (("plan", TRAINING, "--grid", "machine=h100,abacus"), "no machine `abacus`"),
         (("plan", TRAINING, "--grid", "passes=default,fly"), "no pass `fly`"),
+        (
+            ("plan", TRAINING, "--passes", "default,offload"),
+            "`offload` cannot be planned: the tensors",
+        ),
+        (("memory", TRAINING, "--passes", "offload{min_mb=4}"), "`offload` cannot be planned"),
         (("plan", TRAINING, "--largest", "batch"), "--largest needs --limit"),
         (
             ("plan", TRAINING, "--grid", "world=1,2", "--world", 4),

@@ -253,6 +253,7 @@ def test_the_end_of_doubling_is_named() -> None:
         ({"passes": "default"}, "`passes` is searched, it has no single value: give `pipelines`"),
         ({"checkpoint": True}, "`checkpoint` is searched"),
         ({"pipelines": ["fly"]}, "no pass `fly`"),
+        ({"pipelines": ["default,offload"]}, "`offload` cannot be planned"),
         ({"pipelines": "default"}, "`pipelines` is a list of pipelines, not 'default'"),
         ({"machine": "abacus"}, "no machine `abacus`"),
         ({"meshes": [{"shard": 3}]}, "the mesh {'shard': 3} is not one of 2 ranks"),
