@@ -81,7 +81,7 @@ def read_graph(path: str) -> Recorded:
         input_categories = {
             name: Category(value) for name, value in metadata["input_categories"].items()
         }
-        return Recorded(program=program, input_categories=input_categories, groups=groups, **plain)
+        return Recorded(made=program, input_categories=input_categories, groups=groups, **plain)
     except LoadError as error:
         raise refusal(path, error, "loaded") from None
     except Exception as error:

@@ -292,7 +292,7 @@ def _passes(
         say(f"running {each}")
         start = time.perf_counter()
         program = passes.run(found.program, (each,))
-        found = replace(found, program=program)
+        found = replace(found, made=program)
         name, _, rewrites = program.history[-1].rpartition(": ")
         took = time.perf_counter() - start
         yield (

@@ -91,13 +91,15 @@ def memory(out: Out, job: Job, options: MemoryOptions) -> int:
     if not job.is_file:
         with as_usage():
             job = replace(job, target=target_on(job.target, options.machine))
-    with out.working() as say, recorded(job, say) as raw:
+    eagerly = options.pipeline is None and options.of != PROGRAM and options.trace is None
+    with out.working() as say, recorded(job, say, eagerly) as raw:
         found = raw.after(options.pipeline, say)
         say("measuring")
         machine = machine_of(options.machine, found.target)
         constants, on_device = declared(machine, len(found.groups)), found.target == "cuda"
         streams = fsdp2_streams if on_device else None
-        report = Memory(found.eager, found.timeline(), constants, settings, streams, on_device)
+        replayed = found.timeline() if found.made is not None else None
+        report = Memory(found.eager, replayed, constants, settings, streams, on_device)
         of = options.of or (EAGER if found.eager is not None else PROGRAM)
         report.timeline(of)
         fit = report.fit(options.limit, of) if options.limit is not None else None
@@ -147,9 +149,10 @@ def _write(
     held = report.held(of, options.limit)
     title = f"Memory of {found.name}: {found.world}"
     drawn = options.html is not None or options.trace is not None or options.time_axis
-    time = step_time(found.program, machine, groups=found.groups) if drawn else None
+    has_time = drawn and found.made is not None
+    time = step_time(found.program, machine, groups=found.groups) if has_time else None
     spans = time.spans if time is not None else ()
-    steps = reached(found.program.graph, spans)
+    steps = reached(found.program.graph, spans) if found.made is not None else []
     times = event_times(timelines, steps) if spans else {}
     name = options.machine or MACHINE_OF[found.target]
     with writing(*files):
@@ -221,7 +224,8 @@ def tables(report: Memory, of: str, top: int) -> list[Table]:
 
 def _facts(found: Recorded, report: Memory, of: str) -> dict[str, Any]:
     levels = report.levels(of)
-    facts = {"world": found.world, "target": found.target, "nodes": f"{found.program.nodes():,}"}
+    facts = {"world": found.world, "target": found.target}
+    facts |= {"nodes": f"{found.made.nodes():,}"} if found.made is not None else {}
     return {
         **facts,
         **{name: human_bytes(nbytes) for name, nbytes in levels._asdict().items()},

@@ -6,8 +6,8 @@
         script ──build, inputs──▶ step, called until it settles ──▶ Recorded ──passes──▶ Recorded
 
 Invariant: nothing of the fake world remains after the `with`.
-Refuses: `UsageError` for an invalid world or unknown keys, `UncapturableError` for a step that does not settle. Errors
-of the script propagate.
+Refuses: `UsageError` for an invalid world or unknown keys, `UncapturableError` for a step that cannot be captured.
+Errors of the script propagate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import functionalize as fz
 from functionalize.cli.files import read_graph
 from functionalize.cli.recorded_step import Recorded, Say
 from functionalize.cli.scripts import FunctionNames, Mesh, Script, as_usage, opened
-from functionalize.errors import PlanError, UsageError
+from functionalize.errors import PlanError, UncapturableError, UsageError
 from functionalize.fake_world.target import Target
 from functionalize.fake_world.world import World
 from functionalize.planning.time.communication import members_of
@@ -66,8 +66,11 @@ class Job:
 
 
 @contextmanager
-def recorded(job: Job, say: Say) -> Iterator[Recorded]:
-    """Read a file, or record a script's step. say: called with a status text at each stage."""
+def recorded(job: Job, say: Say, eagerly: bool = False) -> Iterator[Recorded]:
+    """Read a file, or record a script's step. say: called with a status text at each stage.
+
+    eagerly: whether a step that cannot be captured is recorded without a program.
+    """
     if job.is_file:
         _check_file(job)
         say(f"reading {job.source}")
@@ -78,7 +81,7 @@ def recorded(job: Job, say: Say) -> Iterator[Recorded]:
         users = wants(script, [*job.parameters], [{**point, **job.parameters}])
         made = fz.world(job.ranks, job.mesh, rank=job.rank, target=job.target)
         with only_young_collections(), made as world:
-            yield _recorded(script, users, job, world, say)
+            yield _recorded(script, users, job, world, say, eagerly)
 
 
 def _check_file(job: Job) -> None:
@@ -107,7 +110,9 @@ def wants(script: Script, keys: list[str], every: Sequence[Point] = ()) -> Accep
     return accepted
 
 
-def _recorded(script: Script, users: AcceptedKeys, job: Job, world: World, say: Say) -> Recorded:
+def _recorded(
+    script: Script, users: AcceptedKeys, job: Job, world: World, say: Say, eagerly: bool
+) -> Recorded:
     start, keys = time.perf_counter(), job.parameters
     say("building the model")
     with as_usage(PlanError):
@@ -120,7 +125,25 @@ def _recorded(script: Script, users: AcceptedKeys, job: Job, world: World, say: 
         kwargs |= of(keys, users.step)
         called("step", script.step, args, kwargs)
     captured = fz.capture(script.step, memory=True)
-    memory, program, calls = record(captured, args, kwargs, say)
+    name = ", ".join([script.name, *(f"{key} {value}" for key, value in job.parameters.items())])
+    text = _world_text(world, job)
+    try:
+        memory, program, calls = record(captured, args, kwargs, say)
+    except (UncapturableError, PlanError) as error:
+        if not eagerly:
+            raise
+        say("recording the memory of the step as it is")
+        noted = fz.record_memory(script.step)
+        noted(*args, **kwargs)
+        assert noted.memory is not None
+        why = " ".join(str(error).split())
+        remark = (
+            f"no program was made, so its time is not known; the step cannot be captured: {why}"
+        )
+        assumed = assumptions(world.choices.rows, world.assumed, [remark])
+        spread = {str(i): () for i, size in enumerate(world.mesh.shape) if size > 1}
+        eager, target = noted.memory.eager, world.target.name
+        return Recorded(name, None, {}, text, target, {}, spread, tuple(assumed), eager)
     say("reading the graph")
     program.describe()
     stats = {**_stats(captured), "calls": calls, "seconds": time.perf_counter() - start}
@@ -128,10 +151,10 @@ def _recorded(script: Script, users: AcceptedKeys, job: Job, world: World, say: 
     idle = idle_dimensions(world, groups)
     notes = tuple(assumptions(world.choices.rows, world.assumed, idle))
     return Recorded(
-        ", ".join([script.name, *(f"{key} {value}" for key, value in job.parameters.items())]),
+        name,
         program,
         memory.input_categories,
-        _world_text(world, job),
+        text,
         world.target.name,
         stats,
         groups,

@@ -25,6 +25,7 @@ Say = Callable[[str], None]  # shows a status text
 class Recorded:
     """A step's program and the facts recorded with it.
 
+    made: the program; None for a step that cannot be captured, of which the memory that eager has is known.
     input_categories: name of an input -> its category (parameter, optimizer state, ...).
     world, target: as text, for headlines.
     stats: counts of recorded ops, nodes, inputs, guards, and the time that recording needed.
@@ -35,7 +36,7 @@ class Recorded:
     """
 
     name: str
-    program: Program
+    made: Program | None
     input_categories: Mapping[str, Category]
     world: str
     target: str
@@ -44,6 +45,12 @@ class Recorded:
     notes: tuple[str, ...] = ()
     eager: Timeline | None = None
     items: Items | None = None
+
+    @property
+    def program(self) -> Program:
+        """The program of a step that has one."""
+        assert self.made is not None
+        return self.made
 
     def timeline(self) -> Timeline:
         """The memory of a replay of the program."""
@@ -56,9 +63,9 @@ class Recorded:
 
     def after(self, pipeline: str | None, say: Say) -> Recorded:
         """The recorded step after the passes of a pipeline."""
-        if not pipeline:
+        if not pipeline or self.made is None:
             return self
         import passes  # lazy: the package `passes` imports this one
 
         say(f"running {pipeline}")
-        return replace(self, program=passes.run(self.program, pipeline))
+        return replace(self, made=passes.run(self.program, pipeline))

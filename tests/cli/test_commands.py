@@ -136,11 +136,22 @@ def test_what_cannot_be_done_is_said_before_anything_runs(
         ("stops", "error: SystemExit: no data left"),
     ],
 )
-def test_a_step_that_fails(command: Command, step: str, message: str) -> None:
+def test_a_step_that_fails(command: Command, tmp_path: Path, step: str, message: str) -> None:
     for name, *more in (("capture",), ("show",), ("opt", "default"), ("memory",), ("plan",)):
         if name == "plan" and step == "prints":  # planned by the memory that eager has
             ran = command(name, TRAINING, *more, "--step", step, columns=500)
             assert ran.code == 0 and "no program was made" in ran.out
+        elif name == "memory" and step == "prints":
+            files = ("--png", tmp_path / "m.png", "--html", tmp_path / "m.html", "--time-axis")
+            ran = command(name, TRAINING, "--step", step, *files, "--limit", "80GB", columns=500)
+            assert ran.code == 0 and "fits: " in ran.out and "program  " not in ran.out, ran.err
+            assert "no program was made, so its time is not known" in ran.out
+            assert "cannot be captured: writes to sys.stdout at" in ran.out
+            plain = command(name, TRAINING, "--limit", "80GB", "--json").json["timelines"]["eager"]
+            alone = command(name, TRAINING, "--step", step, "--json").json["timelines"]
+            assert alone.keys() == {"eager"} and alone["eager"]["levels"] == plain["levels"]
+            whole = command(name, TRAINING, "--step", step, "--of", "program")
+            assert whole.code == 1 and "the step cannot be recorded: writes to" in whole.err
         elif name in ("capture", "plan") or step == "reads_data":
             ran = command(name, TRAINING, *more, "--step", step, columns=500)
             assert ran.code == 1 and ran.words.startswith(message), name
