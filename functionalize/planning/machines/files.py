@@ -115,10 +115,22 @@ def _machine(content: Mapping[str, Any]) -> Machine:
         name: _positive(name, content[name]) for name in _RATES if content.get(name) is not None
     }
     counts: dict[str, Any] = {
-        name: int(_positive(name, content[name])) for name in _COUNTS if content.get(name)
+        name: int(_positive(name, content[name], 1))
+        for name in _COUNTS
+        if content.get(name) is not None
     }
-    capability, outside = content.get("capability"), content.get("outside")
-    efficiency, host = content.get("efficiency") or {}, content.get("host")
+    capability, attention = content.get("capability"), content.get("attention")
+    if capability is not None and not (
+        isinstance(capability, list)
+        and [type(each) for each in capability] == [int, int]
+        and min(capability) >= 0
+    ):
+        raise PlanError(f"`capability` is two whole numbers, as [9, 0], not {capability!r}")
+    streams, efficiency = content.get("streams", True), content.get("efficiency") or {}
+    if not isinstance(streams, bool):
+        raise PlanError(f"`streams` is true or false, not {streams!r}")
+    if attention is not None and not isinstance(attention, str):
+        raise PlanError(f"`attention` is the name of a kernel, not {attention!r}")
     return Machine(
         **numbers,
         **rates,
@@ -127,12 +139,14 @@ def _machine(content: Mapping[str, Any]) -> Machine:
             (_dtype(name), _positive(name, rate))
             for name, rate in (content.get("matrix_flops") or {}).items()
         ),
-        streams=bool(content.get("streams", True)),
-        capability=None if capability is None else (int(capability[0]), int(capability[1])),
-        attention=content.get("attention"),
-        outside=None if outside is None else DeviceMemory(**outside),
-        host=None if host is None else Host(**host),
-        algorithms=tuple(Algorithm(**each) for each in content.get("algorithms") or ()),
+        streams=streams,
+        capability=None if capability is None else (capability[0], capability[1]),
+        attention=attention,
+        outside=_record(DeviceMemory, "outside", content.get("outside")),
+        host=_record(Host, "host", content.get("host")),
+        algorithms=tuple(
+            _record(Algorithm, "algorithms", each or {}) for each in content.get("algorithms") or ()
+        ),
         efficiency=Efficiency(
             tuple((kind, _curve(each)) for kind, each in (efficiency.get("curves") or {}).items()),
             str(efficiency.get("about", "")),
@@ -146,14 +160,29 @@ def _curve(found: Mapping[str, Any]) -> Curve:
     return Curve(points, low, high, str(found.get("source", "")))
 
 
-def _positive(name: str, value: Any) -> float:
-    least = 0.0 if name in ("latency", "overhead") else math.ulp(0)
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not least <= value < math.inf
-    ):
-        raise PlanError(f"`{name}` is a number above 0, not {value!r}")
+def _record(kind: Any, name: str, found: Any) -> Any:
+    """A named tuple of numbers that are not below 0, and of flags; None as it is."""
+    if found is None:
+        return None
+    if not isinstance(found, Mapping):
+        raise PlanError(f"`{name}` has numbers by name, and this is {found!r}")
+    made = kind(**found)
+    for field, value in made._asdict().items():
+        if field == "tree" and isinstance(value, bool):
+            continue
+        least = math.ulp(0) if field == "share" else 0.0
+        _positive(f"{name}.{field}", value, least)
+    return made
+
+
+def _positive(name: str, value: Any, least: float | None = None) -> float:
+    if least is None:
+        least = 0.0 if name in ("latency", "overhead") else math.ulp(0)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not least <= value < math.inf:
+        wanted = "a number that is not below 0" if not least else f"a number of at least {least:g}"
+        wanted = "a number above 0" if least == math.ulp(0) else wanted
+        raise PlanError(f"`{name}` is {wanted}, not {value!r}")
     return float(value)
 
 

@@ -57,5 +57,21 @@ def test_wrong_files_are_refused_by_name(tmp_path: Path) -> None:
         path, efficiency={"curves": {"mamtul": {"points": [[1, 1]]}}}
     )
     assert "own.json is no machine" in changed(path, host={"forwards": 1.0})
+    outside = {"context": -1, "communicator": 0, "workspace": 0}
+    algorithm = {"base": 0.0, "hop": 0.0, "network_hop": 0.0, "share": 0}
+    for field, wrong, message in (
+        ("host", {"node": "slow"}, "`host.node` is a number that is not below 0, not 'slow'"),
+        ("host", 3, "`host` has numbers by name, and this is 3"),
+        ("outside", outside, "`outside.context` is a number that is not below 0, not -1"),
+        ("algorithms", [algorithm], "`algorithms.share` is a number above 0, not 0"),
+        ("algorithms", [None], "missing 3 required positional arguments"),
+        ("ranks_per_node", 0, "`ranks_per_node` is a number of at least 1, not 0"),
+        ("capability", [9], "`capability` is two whole numbers, as [9, 0], not [9]"),
+        ("capability", [9, 1e999], "`capability` is two whole numbers, as [9, 0], not [9, inf]"),
+        ("streams", "yes", "`streams` is true or false, not 'yes'"),
+        ("attention", 3, "`attention` is the name of a kernel, not 3"),
+    ):
+        found = changed(path, **{field: wrong})
+        assert found.startswith("own.json is no machine: ") and message in found
     with pytest.raises(SaveError, match="cannot be written: No such file or directory"):
         write_machine(tmp_path / "no" / "own.json", MACHINES["h100"])
