@@ -2,11 +2,12 @@
 
     shared = SharedSizes.of(program, digest, proof)    digest: of the op stream for all sizes, equal on ranks that share
     shared.publish((37,))                              on this rank a call of these sizes was as predicted
+    shared.publish((37,), is_due=True)                 it was compared because one in so many is
     shared.teach(proof)                                adds the sizes that other ranks have published
 
 Where ranks have lengths of their own, all others wait for a rank that compares. What torch does at a size is the same
 on all ranks that run the same ops on the same kind of machine, so one comparison is enough for all of them. What Python
-does is not taken over from others.
+does is not taken over from others. One in so many new sizes is compared whatever is known: on one of these ranks.
 Invariant: nothing waits for another rank. What a rank reads depends on when it reads, and so does whether it compares;
 the bits of a result do not. If the store fails, nothing is shared any more.
 """
@@ -22,7 +23,7 @@ from functionalize.program.collective_order import groups_of
 from functionalize.program.executable import Executable
 from functionalize.templates.fitting import Sizes
 
-_LOST = "lost"
+_LOST, _DUE = "lost", "due "
 _MOST_READ = 256  # of what thousands of ranks have published at once
 
 
@@ -32,6 +33,9 @@ class Known(Protocol):
     compared: list[Sizes]
     elsewhere: list[Sizes]
     lost: str | None
+
+    def was_due(self) -> None:
+        """A size was compared because one in so many is."""
 
 
 class SharedSizes:
@@ -53,9 +57,12 @@ class SharedSizes:
             shared.publish(sizes)
         return shared
 
-    def publish(self, sizes: Sizes | None) -> None:
-        """Let other ranks know that a call of these sizes was as predicted; None: that one was not."""
-        text = _LOST if sizes is None else ",".join(map(str, sizes))
+    def publish(self, sizes: Sizes | None, is_due: bool = False) -> None:
+        """Let other ranks know that a call of these sizes was as predicted; None: that one was not.
+
+        is_due: it was compared because one in so many is.
+        """
+        text = _LOST if sizes is None else _DUE * is_due + ",".join(map(str, sizes))
         if self._store is None:
             return
         with self._failing():
@@ -63,16 +70,20 @@ class SharedSizes:
 
     def teach(self, proof: Known) -> bool:
         """Add what was published since the last call; whether it was new."""
-        found = self._news()
-        known = {None, *proof.compared, *proof.elsewhere}
-        news = [each for each in found if each is not None and each not in known]
+        texts = self._news()
+        found = [_sizes_of(text) for text in texts if text != _LOST]
+        known = {*proof.compared, *proof.elsewhere}
+        news = [each for each in found if each not in known]
         proof.elsewhere += news
-        if None in found:
+        was_due = [text for text in texts if text.startswith(_DUE) and _sizes_of(text) in news]
+        for _ in was_due:
+            proof.was_due()
+        if _LOST in texts:
             proof.lost = proof.lost or "a call was not as predicted on another rank"
-        return bool(news) or None in found
+        return bool(news) or _LOST in texts
 
-    def _news(self) -> list[Sizes | None]:
-        found: list[Sizes | None] = []
+    def _news(self) -> list[str]:
+        found: list[str] = []
         if self._store is None:
             return found
         with self._failing():
@@ -81,8 +92,7 @@ class SharedSizes:
                 key = f"{self._key}/{number}"
                 if not self._store.check([key]):  # it is published at this moment
                     break
-                text = self._store.get(key).decode()
-                found.append(None if text == _LOST else tuple(map(int, text.split(","))))
+                found.append(self._store.get(key).decode())
                 self._read = number
         return found
 
@@ -96,3 +106,7 @@ class SharedSizes:
             yield
         except RuntimeError:
             self._store = None
+
+
+def _sizes_of(text: str) -> Sizes:
+    return tuple(map(int, text.removeprefix(_DUE).split(",")))

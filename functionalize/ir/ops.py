@@ -89,7 +89,13 @@ class Geometry(NamedTuple):
         return not layout.overlaps and layout.end <= nbytes
 
     def __str__(self) -> str:
-        return _text(self)
+        # Not cached: a `SymbolicInt` equals the integer that it stands for, and is printed as its formula.
+        text = f"{str(self.dtype).removeprefix('torch.')}{list(self.size)}"
+        if not self.is_contiguous:
+            text += f" stride {list(self.stride)}"
+        if self.offset:
+            text += f" offset {self.offset}"
+        return text
 
 
 class _Layout(NamedTuple):
@@ -117,16 +123,6 @@ def _layout(geometry: Geometry) -> _Layout:
     overlaps = not contiguous and _overlap(dims, numel, span)
     end = (geometry.offset + span) * geometry.dtype.itemsize
     return _Layout(numel, span, contiguous, overlaps, end)
-
-
-@lru_cache(maxsize=2**16)
-def _text(geometry: Geometry) -> str:
-    text = f"{str(geometry.dtype).removeprefix('torch.')}{list(geometry.size)}"
-    if not geometry.is_contiguous:
-        text += f" stride {list(geometry.stride)}"
-    if geometry.offset:
-        text += f" offset {geometry.offset}"
-    return text
 
 
 def _overlap(dims: list[tuple[int, int]], numel: int, span: int) -> bool:

@@ -14,9 +14,10 @@ if each of them does the same there:
   tensors are equal that differed in compared calls.
 - This library, by how the windows on one storage relate: `SignatureTemplate.at` refuses.
 
-And every n-th new size is compared whatever is known: a choice of torch by none of these rules is found so. n is
-`every`, and doubles with each such comparison that finds no difference, up to `_THINNEST` times `every`. What a size
-between two of these comparisons is replayed by does not change with n: the facts, ranges, remainders and equalities.
+And every n-th new size is compared whatever is known, on this rank or on another that runs the same ops: a choice of
+torch by none of these rules is found so. n is `every`, and doubles with each such comparison that finds no difference,
+up to `_THINNEST` times `every`. What a size between two of these comparisons is replayed by does not change with n: the
+facts, ranges, remainders and equalities.
 Invariant: a class in which a first call was not as predicted, and none of these rules says why, has no proof any more:
 all its first calls are compared.
 """
@@ -34,6 +35,8 @@ EVERY = 8
 EQUAL = (
     "two sizes are equal that are not in other calls"  # what is found there holds for no other call
 )
+NEAR = "the size is hardly beyond compared ones"
+_HARDLY = 16  # by at most this part of their range
 _RUNS = 2  # observed runs with the same facts
 _MOST_RUNS = 8
 _THINNEST = 8  # times `every`
@@ -190,10 +193,15 @@ class Proof:
 
     def was_compared(self, sizes: Sizes, why: str | None = None) -> None:
         """A call of these sizes was recorded, or was as predicted. why: it was compared."""
+        is_due = why == self.due
         self.compared.append(sizes)
         self.new = 0
-        if why == self.due:
-            self.gap = min(2 * self.gap, _THINNEST * self.every)
+        if is_due:
+            self.was_due()
+
+    def was_due(self) -> None:
+        """A size was compared because one in so many is, on this rank or on another: the next one is so later."""
+        self.new, self.gap = 0, min(2 * self.gap, _THINNEST * self.every)
 
     def _torch_may_differ(
         self, sizes: Sizes, others: Sequence[Sizes], known: Sequence[KnownPath]
@@ -207,7 +215,8 @@ class Proof:
             for low in below
             for high in above
         ):
-            return f"{sizes} is not between compared sizes"
+            is_near = not others and _is_near(sizes, compared)
+            return NEAR if is_near else f"{sizes} is not between compared sizes"
         for at, size in enumerate(sizes):
             rest = size % self.modulus
             if all(c[at] % self.modulus != rest for c in compared):
@@ -216,6 +225,16 @@ class Proof:
         if len(set(values)) < len(values):
             return EQUAL
         return None
+
+
+def _is_near(sizes: Sizes, compared: Sequence[Sizes]) -> bool:
+    """Whether each of the sizes is hardly beyond the compared ones, if it is beyond."""
+    for size, *column in zip(sizes, *compared, strict=True):
+        low, high = min(column), max(column)
+        margin = (high - low) // _HARDLY
+        if not low - margin <= size <= high + margin:
+            return False
+    return True
 
 
 def _is_below(low: Sizes, high: Sizes) -> bool:

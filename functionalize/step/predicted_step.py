@@ -27,7 +27,7 @@ from functionalize.ir.inputs import Call
 from functionalize.lengths.first_call import FirstCall
 from functionalize.lengths.length_class import LengthClass, Prediction
 from functionalize.lengths.observed_sizes import ObservedSizes
-from functionalize.lengths.proofs import EQUAL
+from functionalize.lengths.proofs import EQUAL, NEAR
 from functionalize.lengths.references import Reference, open_key, shapes_of
 from functionalize.lengths.shared_passes import needs_no_copies
 from functionalize.program.program import Program
@@ -47,8 +47,9 @@ log = logging.getLogger("functionalize")
 # A first call that is compared takes as long as some five eager ones, which some ten replays return: as many as these,
 # then one for so many replays, and at each size that has come as many times.
 _FIRST_COMPARISONS, _REPLAYS = 8, 16
-# One at a length that equals a width is of use for this length alone: it is compared at as many calls.
-_EQUAL_RETURNS = 8
+# One at a length that equals a width is of use for this length alone, one that is hardly beyond compared lengths for
+# few others: they are compared at as many calls.
+_RETURNS = {EQUAL: 8, NEAR: 2}
 # The passes of a class run twice, each time as long as some 20 eager steps (`cache.py`), and return little time: after
 # as many replays that is less than a sixth of the run. Eager calls in between need the memory of these programs.
 _REPLAYS_BEFORE_PASSES = 256
@@ -91,7 +92,7 @@ class PredictedStep(ReplayedStep):
             if not may_be_known:
                 is_rare = self._is_rare(call)
             else:
-                seldom = _EQUAL_RETURNS if why == EQUAL else 1
+                seldom = _RETURNS.get(why, 1)
                 enough = seldom if self._may_compare() else _REPLAYS
                 is_rare = not self._kinds.returns(call.key, enough)
             if is_rare:
@@ -145,11 +146,12 @@ class PredictedStep(ReplayedStep):
         self._cache.add(call.key, cached)
 
     def _learns_of_others(self, group: LengthClass, call: Invocation, why: str) -> bool:
-        """Whether other ranks have compared sizes that this one has not, where only torch may do otherwise at these."""
+        """Whether other ranks have compared sizes that this one has not, where that is of use for these."""
         sizes, proof = group.sizes_of(shapes_of(call.key)), group.proof
         if proof is None or isinstance(sizes, str) or why == EQUAL:
             return False
-        return proof.knows_python(sizes, why) and group.sharing.teach(proof)
+        is_shared = why == proof.due or proof.knows_python(sizes, why)
+        return is_shared and group.sharing.teach(proof)
 
     def _may_compare(self) -> bool:
         """Whether the time of another comparison has been saved by replays."""
@@ -355,8 +357,10 @@ class PredictedStep(ReplayedStep):
         prediction = cached.prediction
         assert prediction is not None
         if verdict == AuditVerdict():
+            proof = prediction.group.proof
+            is_due = proof is not None and prediction.why == proof.due
             prediction.found_right(observer)
-            prediction.group.sharing.publish(prediction.sizes)
+            prediction.group.sharing.publish(prediction.sizes, is_due)
             cached.prediction, cached.audits = None, 1
             cached.op_stream = (
                 prediction.op_stream

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
+from functionalize.audit.shared_sizes import SharedSizes
 from functionalize.lengths.length_class import LengthClass
 from functionalize.lengths.length_classes import LengthClasses
-from functionalize.lengths.proofs import Proof
+from functionalize.lengths.proofs import NEAR, Proof
 from functionalize.lengths.references import open_key
 from functionalize.lengths.size_facts import ComputedSize, SizeFacts
 from functionalize.templates.fitting import Formula, Sizes
@@ -47,8 +49,29 @@ def test_remainders_are_those_of_compared_sizes() -> None:
 
 
 def test_new_sizes_lie_between_compared_ones() -> None:
-    for outside in (6, 42):
+    for outside in (4, 44):
         assert proof().why_compared((outside,)) == f"({outside},) is not between compared sizes"
+
+
+def test_a_size_that_is_hardly_beyond_compared_ones_is_told_apart() -> None:
+    """By at most a sixteenth of their range, if no call of these sizes did something else."""
+    for outside in (6, 42):
+        assert proof().why_compared((outside,)) == NEAR
+        assert str(proof().why_compared((outside,), [(12,)])).endswith(
+            "is not between compared sizes"
+        )
+
+
+def test_a_comparison_that_was_due_on_another_rank_counts() -> None:
+    store, own = dist.HashStore(), proof()
+    shared, other = SharedSizes(store, "step"), SharedSizes(store, "step")
+    own.every, own.gap, own.new = 2, 2, 1
+    assert own.why_compared((20,)) == own.due
+    other.publish((14,))
+    assert shared.teach(own) and (own.gap, own.new) == (2, 1)
+    other.publish((18,), is_due=True)
+    assert shared.teach(own) and (own.gap, own.new) == (4, 0)
+    assert own.elsewhere == [(14,), (18,)] and own.why_compared((20,)) is None
 
 
 def test_no_call_of_another_class_lies_between_them() -> None:

@@ -206,6 +206,15 @@ def test_a_size_that_equals_a_width_is_compared_when_it_returns() -> None:
     assert found[-9:] == [*((n, 3, 0) for n in range(1, 8)), (7, 4, 0), (7, 4, 1)]
 
 
+def test_a_size_that_is_hardly_beyond_compared_ones_is_compared_when_it_returns() -> None:
+    captured = fz.capture(lambda x: x.sin() * 2, dynamic=NEVER, audit=False)
+    found = []
+    for rows in (*LEARNED, 66, 67, 67, 66, 70):
+        captured(torch.randn(rows, 2))
+        found.append((captured.stats.rare, captured.stats.predictions, captured.stats.instances))
+    assert found[-5:] == [(1, 3, 0), (2, 3, 0), (2, 4, 0), (2, 4, 1), (3, 4, 1)]
+
+
 def test_the_state_of_python_is_not_read_where_only_torch_may_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -218,7 +227,7 @@ def test_the_state_of_python_is_not_read_where_only_torch_may_differ(
 
     monkeypatch.setattr(PredictedStep, "_state_before", state)
     captured = fz.capture(lambda x: x[:70] * 2, dynamic=4, audit=False)
-    for rows in (*LEARNED, 66, 80):
+    for rows in (*LEARNED, 69, 80):
         x = torch.randn(rows, 2)
         assert torch.equal(captured(x), x[:70] * 2)
     assert (captured.stats.predictions, captured.stats.mispredictions) == (4, 1)
