@@ -70,17 +70,18 @@ class SharedSizes:
 
     def teach(self, proof: Known) -> bool:
         """Add what was published since the last call; whether it was new."""
-        texts = self._news()
-        found = [_sizes_of(text) for text in texts if text != _LOST]
-        known = {*proof.compared, *proof.elsewhere}
-        news = [each for each in found if each not in known]
-        proof.elsewhere += news
-        was_due = [text for text in texts if text.startswith(_DUE) and _sizes_of(text) in news]
-        for _ in was_due:
-            proof.was_due()
-        if _LOST in texts:
-            proof.lost = proof.lost or "a call was not as predicted on another rank"
-        return bool(news) or _LOST in texts
+        known, is_new = {*proof.compared, *proof.elsewhere}, False
+        for text in self._news():
+            if text == _LOST:
+                proof.lost = proof.lost or "a call was not as predicted on another rank"
+                is_new = True
+            elif (sizes := _sizes_of(text)) not in known:
+                known.add(sizes)
+                proof.elsewhere.append(sizes)
+                is_new = True
+                if text.startswith(_DUE):
+                    proof.was_due()
+        return is_new
 
     def _news(self) -> list[str]:
         found: list[str] = []

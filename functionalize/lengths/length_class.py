@@ -63,13 +63,18 @@ class Prediction:
     is_passed: bool
     why: str | None = None
 
+    @property
+    def is_due(self) -> bool:
+        """Whether it is compared because one in so many new sizes is."""
+        proof = self.group.proof
+        return proof is not None and self.why == proof.due
+
     def found_wrong(self, difference: str) -> None:
         """The first call was not as predicted."""
         if self.group.is_early:
             self.group.begin_again()
             return
-        proof = self.group.proof
-        was_known = proof is not None and self.why in (None, proof.due)
+        was_known = self.group.proof is not None and (self.why is None or self.is_due)
         self.group.failed(difference, self.shapes, was_known)
 
     def found_right(self, observer: ObservedSizes | None) -> None:

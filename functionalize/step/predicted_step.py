@@ -357,8 +357,7 @@ class PredictedStep(ReplayedStep):
         prediction = cached.prediction
         assert prediction is not None
         if verdict == AuditVerdict():
-            proof = prediction.group.proof
-            is_due = proof is not None and prediction.why == proof.due
+            is_due = prediction.is_due  # what is found moves the next one
             prediction.found_right(observer)
             prediction.group.sharing.publish(prediction.sizes, is_due)
             cached.prediction, cached.audits = None, 1
