@@ -32,7 +32,7 @@ from functionalize.audit.signature import Signature
 from functionalize.lengths.data_sizes import early_guards
 from functionalize.lengths.instances import Instances, programs_at
 from functionalize.lengths.observed_sizes import ObservedSizes
-from functionalize.lengths.proofs import EVERY, Proof
+from functionalize.lengths.proofs import EVERY, Proof, varying_below_two
 from functionalize.lengths.references import Reference, Templates
 from functionalize.lengths.shared_passes import needs_no_copies, rewritten
 from functionalize.lengths.signature_template import SignatureTemplate
@@ -325,13 +325,13 @@ class LengthClass:
         return found.symbols.sizes_of(shapes) if found is not None else "there is no template"
 
     def shares_passes(self, sizes: Sizes | str) -> bool:
-        """Whether what passes decide for all sizes holds at these: sizes of tensors are not equal by chance."""
+        """Whether what passes decide for all sizes holds at these: no sizes of tensors are equal, 0 or 1 by chance."""
         if isinstance(sizes, str) or self.signatures is None or self.apart is not None:
             return False
         if self.is_early:
             return False
-        lengths = self.signatures.lengths()
-        return len({each.value(sizes) for each in lengths}) == len(lengths)
+        values = {each: each.value(sizes) for each in self.signatures.lengths()}
+        return len({*values.values()}) == len(values) and not varying_below_two(values)
 
     def passed_at(self, sizes: Sizes) -> list[Program] | None:
         """The program after the passes, and that of the backward; None if these run for each size, or have not run."""

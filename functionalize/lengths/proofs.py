@@ -25,7 +25,7 @@ all its first calls are compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from functionalize.lengths.size_facts import SizeFacts
@@ -221,10 +221,18 @@ class Proof:
             rest = size % self.modulus
             if all(c[at] % self.modulus != rest for c in compared):
                 return f"no compared size leaves {rest} by {self.modulus}, as {size} does"
-        values = [each.value(sizes) for each in self.lengths]
-        if len(set(values)) < len(values):
+        values = {each: each.value(sizes) for each in self.lengths}
+        if len({*values.values()}) < len(values):
             return EQUAL
+        for each in varying_below_two(values):
+            if all(each.value(c) != values[each] for c in compared):
+                return f"a tensor has the size {values[each]}, which it had in no compared call"
         return None
+
+
+def varying_below_two(values: Mapping[Formula, int]) -> list[Formula]:
+    """The functions that vary and are 0 or 1: where torch takes other ops, and strides do not say what is contiguous."""
+    return [each for each, value in values.items() if value < 2 and each.terms]
 
 
 def _is_near(sizes: Sizes, compared: Sequence[Sizes]) -> bool:

@@ -53,6 +53,21 @@ def test_new_sizes_lie_between_compared_ones() -> None:
         assert proof().why_compared((outside,)) == f"({outside},) is not between compared sizes"
 
 
+def test_a_tensor_whose_size_is_one_is_compared_once() -> None:
+    """The difference of two sizes that both lie between compared ones; torch takes other ops at 0 and 1."""
+    rest = Formula(0, ((1, (0,)), (-1, (1,))))
+    made = Proof.of(100, [ROWS, rest], [ROWS, rest], on_cpu=True)
+    for sizes in ((8, 2), (13, 7), (40, 21)):
+        made.was_compared(sizes)
+        made.observed(sizes, NOTHING)
+    assert made.why_compared((20, 18)) is None
+    why = made.why_compared((20, 19))
+    assert why == "a tensor has the size 1, which it had in no compared call"
+    made.was_compared((20, 19), why)
+    assert made.why_compared((18, 17)) is None
+    assert str(made.why_compared((19, 19))).startswith("a tensor has the size 0")
+
+
 def test_a_size_that_is_hardly_beyond_compared_ones_is_told_apart() -> None:
     """By at most a sixteenth of their range, if no call of these sizes did something else."""
     for outside in (6, 42):
