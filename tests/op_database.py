@@ -27,9 +27,12 @@ def full_name(op: Any) -> str:
 
 
 def function_of(op: Any) -> Callable[..., Any]:
-    """The function that a user of this op calls: a recording replaces some of `torch.linalg`."""
+    """The function that a user of this op calls: a recording replaces some of `torch` and `torch.linalg`."""
     module, _, name = op.name.rpartition(".")
-    return getattr(torch.linalg, name, op.op) if module == "linalg" else op.op  # type: ignore[no-any-return]
+    owner = {"": torch, "linalg": torch.linalg}.get(module)
+    if module == "" and getattr(op.op, "__name__", "") != name:
+        return op.op  # type: ignore[no-any-return]
+    return getattr(owner, name, op.op)  # type: ignore[no-any-return]
 
 
 def _set_seed(seed: int) -> None:

@@ -6,6 +6,7 @@
                                   multiplies by a mask, which makes -0.0 of zeros and NaN of an infinite gradient
     x.prod().backward()           eager divides the product by `x` if no element is 0: the recording reads how many are
     torch._assert_async(flag)     eager raises if `flag` is 0: the recording reads it, so that a guard checks it
+    a @ b of [n, i, k], [1, k, j] eager takes `bmm` if `b` needs no gradient; under a mode torch takes `mm`
     an op of another library      runs under the caller's autocast, which is off below a mode: ops inside it are cast
     x.masked_fill(mask, value)    the gradient of `value`: eager adds the selected elements alone, whose number depends
                                   on data, so a recording refuses it
@@ -17,27 +18,31 @@ tensor while a mode is active. The formulas of a backward are recognised by the 
 other formula.
 Invariant: the formula is that of a tensor on the CPU without a mode, for the recorded call, for every replay and for
 an audited call.
-Refusals: singular or eigenvalues by a function that was read before the recording (`from torch.linalg import svdvals`),
-since its replacement is not called. Not covered: complex `cumprod`, `pinv` and `lstsq`; products of fakes.
+Refusals: singular or eigenvalues, or such a product, by a function that was read before the recording (`from
+torch.linalg import svdvals`), since its replacement is not called; such a product of a parameter under autocast.
+Not covered: complex `cumprod`, `pinv` and `lstsq`; the gradient of `prod` on fakes.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
-from functionalize._compat.autograd import forward_mode_is_on, running_node_name
+from functionalize._compat.autograd import forward_mode_is_on, in_transform, running_node_name
+from functionalize._compat.bindings import without_function_modes
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize._compat.fakes import FakeTensor
 from functionalize._compat.stacks import CapturedTraceback
 from functionalize.util.patching import Patch
-from functionalize.util.user_stack import line_of
+from functionalize.util.user_stack import is_own, line_of
 
 aten = torch.ops.aten
 _SVD, _EIGH = aten._linalg_svd.default, aten._linalg_eigh.default
@@ -47,8 +52,17 @@ _MUL, _WHERE, _SLICE, _DETACH = (
     aten.slice.Tensor,
     aten.detach.default,
 )
+_MM, _SQUEEZE = aten.mm.default, aten.squeeze.dim
+_RECENT = 5  # ops that torch makes of such a product, at most
+_PRODUCTS = (
+    (torch, "matmul"),
+    (torch.linalg, "matmul"),
+    (torch.Tensor, "matmul"),
+    (torch.Tensor, "__matmul__"),
+)
+_BOUND_BEFORE = {id(function): function for function in (getattr(*each) for each in _PRODUCTS)}
 ASSERTIONS = frozenset({aten._assert_async.default, aten._assert_async.msg})
-FORMULA_OPS = ASSERTIONS | {_SVD, _EIGH, _MUL, _WHERE, _SLICE, _DETACH}
+FORMULA_OPS = ASSERTIONS | {_SVD, _EIGH, _MUL, _WHERE, _SLICE, _DETACH, _MM}
 _SPREAD = frozenset({"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"})
 _PRODUCT = frozenset({"ProdBackward0", "ProdBackward1"})
 _FILLED = "MaskedFillBackward1"
@@ -131,6 +145,12 @@ class EagerFormulas:
             return self._run(mode, _decomposed, mode, func, args, kwargs)
         if func in ASSERTIONS:
             return self._run(mode, _asserted, mode, func, *args)
+        if func is _MM:
+            if mode.checks is not None and any(
+                each.target is _SQUEEZE for each in mode.records[-_RECENT:]
+            ):
+                _check_caller(mode.checks)
+            return NotImplemented
         node = running_node_name()
         if func is _DETACH or func is _SLICE:
             self.note(func, args[0], node)
@@ -262,11 +282,92 @@ def _check_vectors(mode: Any, vectors: Sequence[Tensor]) -> None:
         weakref.finalize(each, freed).atexit = False
 
 
-def patches(watched: Callable[[], bool]) -> Iterator[Patch]:
-    """(owner, name, replacement) of the functions that compute singular or eigenvalues alone, or switch autocast.
+def _check_caller(checks: Any) -> None:
+    """Refuse a product of a squeezed operand if the calling function names one that was bound before the recording."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    code = frame.f_code
+    known = frame.f_globals | frame.f_locals
+    names = (*code.co_names, *code.co_varnames, *code.co_freevars)
+    if any(id(known.get(name)) in _BOUND_BEFORE for name in names):
+        checks.refuse_here(
+            "multiplies a batch of matrices by a function that was read before the recording, which rounds otherwise "
+            "there: call it as torch.matmul, or write `a @ b`"
+        )
 
-    watched: whether a recorder is active in this thread.
+
+def _needs_gradient(x: Tensor, cast: torch.dtype | None) -> bool:
+    """Whether what autocast makes of an operand does."""
+    return x.requires_grad and (cast in (None, x.dtype) or torch.is_grad_enabled())
+
+
+def _cast_of(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast gives an operand of a product; None: it is off."""
+    device = x.device.type
+    is_cast = torch.is_autocast_enabled(device) and x.is_floating_point()
+    return torch.get_autocast_dtype(device) if is_cast and x.dtype != torch.float64 else None
+
+
+def _is_plain(x: Any) -> bool:
+    is_tensor = isinstance(x, FakeTensor) or (
+        isinstance(x, Tensor) and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+    )
+    return is_tensor and x.dim() == 3
+
+
+def _takes_bmm(a: Any, b: Any) -> bool:
+    """Whether eager multiplies these by `bmm`, where torch takes `mm` under a mode."""
+    if not (_is_plain(a) and _is_plain(b)) or in_transform():
+        return False
+    one, many = (a, b) if a.shape[0] == 1 else (b, a)
+    return one.shape[0] == 1 != many.shape[0] and not _needs_gradient(one, _cast_of(one))
+
+
+def _by_bmm(a: Tensor, b: Tensor) -> Tensor:
+    count = max(a.shape[0], b.shape[0])
+    pair = [x if cast is None else x.to(cast) for x, cast in ((x, _cast_of(x)) for x in (a, b))]
+    left, right = (x.expand(count, *x.shape[1:]).reshape(count, *x.shape[1:]) for x in pair)
+    return aten._unsafe_view(torch.bmm(left, right), [count, a.shape[1], b.shape[2]])  # type: ignore[no-any-return]
+
+
+def _product(
+    original: Callable[..., Any],
+    watched: Callable[[], bool],
+    recorded_checks: Callable[[], Iterable[Any]],
+) -> Callable[..., Any]:
+    """A product of matrices with eager's ops."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if not watched() or len(args) != 2 or kwargs:
+            return original(*args, **kwargs)
+        with without_function_modes():
+            is_other = _takes_bmm(*args)
+        if not is_other:
+            return original(*args)
+        if has_torch_function(args):
+            return handle_torch_function(function, args, *args)
+        if any(x.is_leaf and x.requires_grad and _cast_of(x) is not None for x in args):
+            for checks in recorded_checks():
+                checks.refuse_here(
+                    "multiplies a parameter by one matrix or several under autocast, which may have cast it before: "
+                    "cast it, or expand the one matrix"
+                )
+        return _by_bmm(*args)
+
+    function.__name__, function.__doc__ = original.__name__, original.__doc__
+    return function
+
+
+def patches(
+    watched: Callable[[], bool], recorded_checks: Callable[[], Iterable[Any]]
+) -> Iterator[Patch]:
+    """(owner, name, replacement) of functions that compute singular or eigenvalues alone, multiply, or switch autocast.
+
+    watched: whether a recorder is active in this thread. recorded_checks: those of recorders.
     """
+    for owner, name in _PRODUCTS:
+        yield owner, name, _product(getattr(owner, name), watched, recorded_checks)
     for name in ("svdvals", "eigvalsh", "cond", "matrix_norm", "norm", "matrix_rank"):
         yield torch.linalg, name, _values_only(getattr(torch.linalg, name), watched)
     yield torch, "nuclear_norm", _values_only(torch.nuclear_norm, watched)

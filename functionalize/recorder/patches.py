@@ -358,7 +358,7 @@ def _capture_patches() -> Iterator[Patch]:
         yield torch.Tensor, name, _watched_read(name)
     yield from generators.patches(_recorders)
     yield from number_patches.patches(_recorders)
-    yield from eager_formulas.patches(lambda: bool(_watchers()))
+    yield from eager_formulas.patches(lambda: bool(_watchers()), recorded_checks)
     yield from reduction_patches.patches(_recorders)
     yield from higher_order.patches(recorded_checks, lambda: bool(_watchers()))
     effects.watch_audit_events(_is_recording, recorded_checks)
