@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
+import torch.testing._internal.common_utils  # loads a profile of hypothesis: before ours
 from hypothesis import HealthCheck, settings
 
 from tests.expect import OrphanCheck, Snapshots
@@ -25,7 +26,11 @@ _SNAPSHOTS = pytest.StashKey[Snapshots]()
 
 # Nothing is judged by its time: on a busy machine the first run of an op can take a second.
 settings.register_profile(
-    "any", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    "any",
+    settings.get_profile("default"),  # not torch's, which draws 10 examples
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 # `derandomize` is said in both: under CI=true hypothesis changes what a profile starts from.
 settings.register_profile("ci", settings.get_profile("any"), derandomize=True)

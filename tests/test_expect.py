@@ -361,6 +361,7 @@ def test_left_behind_is_an_error_and_is_cleaned_up(project: Project) -> None:
 def test_fuzz_profiles(project: Project) -> None:
     project.write(
         "tests/test_c.py",
+        "import torch.testing._internal.common_utils\n"  # which has profiles of its own
         "from hypothesis import settings\n"
         "def test_c(request):\n"
         "    long = request.config.getoption('--fuzz-long')\n"
@@ -368,5 +369,7 @@ def test_fuzz_profiles(project: Project) -> None:
         "    assert settings.default.max_examples == (5000 if long else 100)\n"
         "    assert settings.default.deadline is None\n",
     )
-    assert project.run("tests/test_c.py", "--fuzz-long")[0] == 0
-    assert project.run("tests/test_c.py")[0] == 0
+    for options in ([], ["--fuzz-long"]):
+        command = ["-p", "tests.conftest", "-p", "no:cacheprovider", *options, "tests/test_c.py"]
+        ran = Fork(pytest.main, command, folder=project.root).done()
+        assert pytest.RunResult.parse_summary_nouns(ran.stdout.splitlines()) == {"passed": 1}, ran
