@@ -1,5 +1,6 @@
 """Lengths that change from call to call, on two gloo ranks: eager, every kind recorded at once, lengths that return
-(`dynamic=False`), the defaults, and programs predicted from the first recordings on (`dynamic=True`).
+(`dynamic=False`), the defaults, programs predicted from the first recordings on (`dynamic=True`), and each layer
+under `torch.compile(dynamic=True)`.
 
     python -m benchmarks.dynamic [--calls 60] [--layers 2] [--hidden 32] [--passes default] [--stream new] [--json]
     python -m benchmarks.dynamic --calls 200 --stream long --model llama gpt2 bert mixtral t5 --way dynamic
@@ -7,7 +8,8 @@
 
 Hugging Face models with random weights under FSDP2, built once for each way; the ways take turns at each call, on the
 same tokens. Each rank draws its own lengths. The streams: `new` (no length returns), `long` (drawn from 96), `few`
-(drawn from 4). Losses, parameters and optimizer states are compared with eager bit by bit after every call.
+(drawn from 4). Losses, parameters and optimizer states are compared with eager bit by bit after every call, apart from
+those of `torch.compile`, whose kernels round otherwise.
 Total seconds of all calls, first ones included, and of the last third; ratios to eager. `known`: the time of calls of
 six lengths that return, after the passes of their class and a garbage collection, to that of programs recorded at each.
 
@@ -52,7 +54,8 @@ STREAMS: dict[str, Callable[[int, torch.Generator], int]] = {
     "few": lambda _, g: 8 * (1 + int(torch.randint(4, (1,), generator=g))),
 }
 MODELS = ["llama", "gpt2", "bert", "mixtral", "t5"]
-WAYS = ["recorded at once", "side by side", "defaults", "dynamic"]
+COMPILED = "compiled layers"
+WAYS = ["recorded at once", "side by side", "defaults", "dynamic", COMPILED]
 _KNOWN = 6
 _BEFORE_STEADY, _STEADY = 480, 120  # calls; passes run after 256 replays, or 64 of one length
 Row = dict[str, Any]
@@ -78,8 +81,10 @@ def config_of(model: str, options: demo.Options) -> tuple[Any, str]:
     return transformers.LlamaConfig(**sizes, **heads, num_key_value_heads=2), "LlamaForCausalLM"
 
 
-def build(model: str, options: demo.Options) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model with random weights, sharded layer by layer, and its optimizer."""
+def build(
+    model: str, options: demo.Options, is_compiled: bool = False
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model with random weights, sharded layer by layer, and its optimizer. is_compiled: each layer is."""
     torch.manual_seed(0)
     config, kind = config_of(model, options)
     made = getattr(transformers, kind)(config)
@@ -87,6 +92,8 @@ def build(model: str, options: demo.Options) -> tuple[nn.Module, torch.optim.Opt
     for name in lists:
         if not any(name.startswith(f"{outer}.") for outer in lists):
             for layer in made.get_submodule(name):
+                if is_compiled:
+                    layer.compile(dynamic=True)
                 fully_shard(layer)
     fully_shard(made)
     made.train()
@@ -111,11 +118,12 @@ def measure(
         "side by side": lambda step: fz.capture(step, passes=passes, dynamic=False),
         "defaults": lambda step: fz.capture(step, passes=passes),
         "dynamic": lambda step: fz.capture(step, passes=passes, dynamic=True, max_programs=128),
+        COMPILED: lambda step: step,
     }
     steps, trained = {}, {}
     for name, way in ways.items():
         if name == "eager" or name in chosen:
-            trained[name] = build(model, options)
+            trained[name] = build(model, options, name == COMPILED)
             steps[name] = way(demo.training_step(*trained[name]))
     generator = torch.Generator().manual_seed(dist.get_rank())
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -125,17 +133,17 @@ def measure(
         length = STREAMS[stream](i, generator)
         lengths.append(length)
         tokens = torch.randint(0, 256, (options.batch, length), generator=generator)
-        losses = []
+        losses = {}
         for name, step in steps.items():
             torch.manual_seed(i)  # dropout
             dist.barrier()
             start = time.perf_counter()
-            losses.append(step(tokens))
+            losses[name] = step(tokens)
             dist.barrier()
             seconds[name].append(time.perf_counter() - start)
-        assert all(torch.equal(loss, losses[0]) for loss in losses)
-        for name, each in trained.items():
-            assert is_equal(each, trained["eager"]), (model, stream, name, i)
+        for name in steps.keys() - {COMPILED}:
+            assert torch.equal(losses[name], losses["eager"]), (model, stream, name, i)
+            assert is_equal(trained[name], trained["eager"]), (model, stream, name, i)
     rows = []
     for name, step in steps.items():
         stats = getattr(step, "stats", None)
@@ -155,8 +163,9 @@ def measure(
                 "replayed": stats.replays if stats else 0,
             }
         )
-    if rows[-1]["way"] == "dynamic":
-        rows[-1]["known"] = steady(model, options, steps["dynamic"], lengths, passes)
+    for row in rows:
+        if row["way"] == "dynamic":
+            row["known"] = steady(model, options, steps["dynamic"], lengths, passes)
     return rows
 
 
@@ -169,12 +178,12 @@ def steady(
     """
     eager = demo.training_step(*build(model, options))
     fixed = fz.capture(eager, passes=passes, record_after=1, dynamic=False)
-    known = [n for n, count in Counter(lengths).items() if count > 1][:_KNOWN]
+    known = [n for n, count in Counter(lengths).items() if count > 1][:_KNOWN] or lengths[-_KNOWN:]
     seconds: dict[Any, list[float]] = {dynamic: [], fixed: []}
     for i in range(_BEFORE_STEADY + _STEADY):
         if i == _BEFORE_STEADY:
             gc.collect()  # else that of the recordings and passes falls on one of the two
-        tokens = torch.zeros(options.batch, known[i % _KNOWN], dtype=torch.int64)
+        tokens = torch.zeros(options.batch, known[i % len(known)], dtype=torch.int64)
         for step, found in seconds.items():
             dist.barrier()
             start = time.perf_counter()

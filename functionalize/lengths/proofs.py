@@ -231,7 +231,7 @@ class Proof:
 
 
 def varying_below_two(values: Mapping[Formula, int]) -> list[Formula]:
-    """The functions that vary and are 0 or 1: torch takes other ops there, and strides do not say what is contiguous."""
+    """The functions that vary and are 0 or 1: torch takes other ops there, and strides do not say what is dense."""
     return [each for each, value in values.items() if value < 2 and each.terms]
 
 

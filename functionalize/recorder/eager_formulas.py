@@ -328,7 +328,7 @@ def _by_bmm(a: Tensor, b: Tensor) -> Tensor:
     count = max(a.shape[0], b.shape[0])
     pair = [x if cast is None else x.to(cast) for x, cast in ((x, _cast_of(x)) for x in (a, b))]
     left, right = (x.expand(count, *x.shape[1:]).reshape(count, *x.shape[1:]) for x in pair)
-    return aten._unsafe_view(torch.bmm(left, right), [count, a.shape[1], b.shape[2]])  # type: ignore[no-any-return]
+    return aten._unsafe_view(torch.bmm(left, right), [count, a.shape[1], b.shape[2]])
 
 
 def _product(
