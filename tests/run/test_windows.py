@@ -251,7 +251,8 @@ def test_fakes_and_transforms_go_through_the_dispatcher() -> None:
     many = torch.rand(5, *ARGUMENTS[0].shape)
     got = torch.func.vmap(lambda x: run([x, ARGUMENTS[1]])[0])(many)
     for one, expected in zip(got, many, strict=True):
-        assert torch.allclose(one, heads(expected, ARGUMENTS[1]))
+        # `vmap` multiplies other matrices, in another order of the sums.
+        torch.testing.assert_close(one, heads(expected, ARGUMENTS[1]), rtol=1e-4, atol=1e-4)
 
 
 def test_a_view_that_is_returned_is_made_by_its_op() -> None:
