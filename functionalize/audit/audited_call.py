@@ -89,7 +89,7 @@ class AuditedCall:
         signature: None: nothing is compared. runs_graph: False if other ranks wait for the guards of a graph that runs.
         """
         expected = None
-        if runs_graph and is_comparable(program):
+        if runs_graph and is_comparable(program.with_graph):
             try:
                 expected = ExpectedResults.of(program, call)
             except GuardError:

@@ -54,6 +54,11 @@ class Instance(Program):
     def graph(self, graph: fx.Graph | None) -> None:
         self._own_graph = graph
 
+    @property
+    def with_graph(self) -> Program:
+        """The recorded program, until the graph for these sizes is made."""
+        return self if self._template is None else self._template.reference
+
     def print_readable(self, print_output: bool = True, provenance: bool = False) -> str:
         """As for any program; without `provenance`, symbols stand for integers that vary."""
         if provenance or self._template is None:

@@ -25,6 +25,11 @@ from functionalize.tape.tape import Tape
 class Program(Executable):
     """A captured callable as a value; `Executable` lists its fields."""
 
+    @property
+    def with_graph(self) -> Program:
+        """A program with the same ops whose graph need not be made first: sizes in it may be others."""
+        return self
+
     def copy(self) -> Program:
         """A copy with a separate graph: passes may rewrite one without changing the other.
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import functionalize as fz
 from functionalize.templates.leaves import leaves_of
+from functionalize.templates.template import Template
 from tests.lengths.sized_calls import Loss, block, lengths, linear, plain_loss, trained
 from tests.lengths.ways import NEVER
 from tests.step.twins import same_state
@@ -280,6 +281,17 @@ def test_a_length_that_stays_is_compared_before_replays_have_paid_for_it() -> No
         assert torch.equal(captured(torch.ones(rows)), torch.ones(rows).sin())
     stats = captured.stats
     assert (stats.captures, stats.predictions, stats.replays) == (2, 9, 2)
+
+
+def test_neither_a_comparison_nor_a_replay_makes_the_graph_of_a_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That takes a third of the time of a comparison."""
+    made = list[Any]()
+    monkeypatch.setattr(Template, "at", lambda self, sizes: made.append(sizes))
+    stats = trained(plain_loss, [*LEARNED, *NEW], passes="").stats
+    assert (stats.predictions, stats.replays) == (6, 15)
+    assert not made
 
 
 # -- templates of two recordings -------------------------------------------------------------------
