@@ -10,8 +10,9 @@ if each of them does the same there:
   value in both runs must have it, since it may be a constant that the facts led to.
 - torch, by thresholds, by 0 and 1, by remainders, by equality, where it chooses ops (inside one op it chooses again at
   every call). So the new sizes lie between compared ones, in every symbol at once; leave the remainders that compared
-  ones have left, by 2 and by each divisor in a formula, on other devices than the CPU also by 16; and no two sizes of
-  tensors are equal that differed in compared calls.
+  ones have left, by 2 and by each divisor of a size in a formula, on other devices than the CPU also by 16; leave in
+  each formula, of products too, the remainder that a compared call has left; and no two sizes of tensors are equal that
+  differed in compared calls.
 - This library, by how the windows on one storage relate: `SignatureTemplate.at` refuses.
 
 And every n-th new size is compared whatever is known, on this rank or on another that runs the same ops: a choice of
@@ -102,6 +103,7 @@ class Proof:
     modulus: by which remainders must be those of compared sizes. lengths: the functions that are sizes of tensors.
     compared: the sizes of calls that were recorded, or compared and as predicted. new: since the last comparison.
     elsewhere: sizes that other ranks have compared, which says what torch does (`audit/shared_sizes.py`).
+    divided: the formulas that divide.
     """
 
     every: int
@@ -113,6 +115,7 @@ class Proof:
     new: int = 0
     lost: str | None = None
     elsewhere: list[Sizes] = field(default_factory=list)
+    divided: Sequence[Formula] = ()
     _paths: list[KnownPath] = field(default_factory=list)
     _tried: int = 0
 
@@ -122,9 +125,10 @@ class Proof:
     ) -> Proof:
         """Before any call was compared."""
         found = frozenset(formulas)
-        divisors = {each.divisor for each in found}
-        modulus = math.lcm(2 if on_cpu else _ALIGNED, *divisors)
-        return Proof(every, found, frozenset(lengths), modulus, [], every)
+        divided = [each for each in found if each.operator]
+        of_sizes = [each.divisor for each in divided if all(len(f) == 1 for _, f in each.terms)]
+        modulus = math.lcm(2 if on_cpu else _ALIGNED, *of_sizes)
+        return Proof(every, found, frozenset(lengths), modulus, [], every, divided=divided)
 
     @property
     def due(self) -> str:
@@ -221,6 +225,10 @@ class Proof:
             rest = size % self.modulus
             if all(c[at] % self.modulus != rest for c in compared):
                 return f"no compared size leaves {rest} by {self.modulus}, as {size} does"
+        for formula in self.divided:
+            rest = formula.rest(sizes)
+            if all(formula.rest(c) != rest for c in compared):
+                return f"no compared size leaves {rest} in {formula}"
         values = {each: each.value(sizes) for each in self.lengths}
         if len({*values.values()}) < len(values):
             return EQUAL
@@ -236,13 +244,15 @@ def varying_below_two(values: Mapping[Formula, int]) -> list[Formula]:
 
 
 def _is_near(sizes: Sizes, compared: Sequence[Sizes]) -> bool:
-    """Whether each of the sizes is hardly beyond the compared ones, if it is beyond."""
+    """Whether one of the sizes is beyond the compared ones, and none is more than hardly beyond."""
+    is_beyond = False
     for size, *column in zip(sizes, *compared, strict=True):
         low, high = min(column), max(column)
         margin = (high - low) // _HARDLY
         if not low - margin <= size <= high + margin:
             return False
-    return True
+        is_beyond = is_beyond or not low <= size <= high
+    return is_beyond
 
 
 def _is_below(low: Sizes, high: Sizes) -> bool:

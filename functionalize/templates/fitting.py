@@ -4,11 +4,13 @@
     fit([(8,), (9,), (12,)], (4, 4, 6))         s0//2
     fit([(8,), (12,), (20,)], (64, 144, 401))   None
 
-Tried in this order: a constant, a multiple of a size or of a product of two, the same with a summand, two of them with
-a summand, then `//` and `%` by small numbers.
+Tried in this order: a constant, a multiple of a size or of a product of two or three, the same with a summand, two of
+them with a summand (of products of two at most), the same where a division leaves no remainder, then `//` and `%` by
+small numbers.
 Invariants: arithmetic is exact. `fit` returns a function only if the recordings determine it, that is if no other
-function of its form fits them all, and if at least one recording more than it has unknowns agrees. `line` returns one
-that a further recording or comparison must confirm.
+function of its form fits them all, and if at least one recording more than it has unknowns agrees. Where all recordings
+leave one remainder, such as lengths that are padded to multiples of 8, they determine it for sizes that leave it, too,
+and for no others (`Formula.rest`). `line` returns one that a further recording or comparison must confirm.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from itertools import combinations, combinations_with_replacement
 Sizes = tuple[int, ...]
 Factors = tuple[int, ...]  # the numbers of the sizes that are multiplied
 _DIVISORS = range(2, 9)
+_MOST_FACTORS = 3  # batch, height and width
+_FEWEST_OF_ONE_REST = 5  # recordings: with fewer, one of another remainder is awaited
+_LARGEST_EXACT = 64**2  # by which a product is divided, as patches of images do
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +45,17 @@ class Formula:
 
     def value(self, sizes: Sizes) -> int:
         """The integer for these sizes."""
-        total = self.constant + sum(c * _product(sizes, factors) for c, factors in self.terms)
+        total = self._total(sizes)
         if self.operator == "%":
             return total % self.divisor
         return self.scale * (total // self.divisor) + self.summand if self.operator else total
+
+    def rest(self, sizes: Sizes) -> int:
+        """The remainder that the division leaves; 0 if there is no division."""
+        return self._total(sizes) % self.divisor
+
+    def _total(self, sizes: Sizes) -> int:
+        return self.constant + sum(c * _product(sizes, factors) for c, factors in self.terms)
 
     def __str__(self) -> str:
         parts = [
@@ -72,12 +84,17 @@ def fit(sizes: Sequence[Sizes], values: Sequence[int]) -> Formula | None:
     """The function of the sizes that has these values; None if there is none, or if several have them."""
     if len(set(values)) == 1:
         return Formula(values[0])
-    products = _products(sizes)
-    for forms in (_multiples(products), _sums(products, 1), _sums(products, 2)):
+    products, few = _products(sizes, _MOST_FACTORS), _products(sizes, 2)
+    divided: list[Formula] = []
+    for forms in (_multiples(products), _sums(products, 1), _sums(few, 2)):
         found = [f for f in (_solved(form, values) for form in forms) if f is not None]
-        if found:
-            return found[0] if len(found) == 1 else None
-    found = list(dict.fromkeys([*_floors(products, values), *_remainders(products, values)]))
+        whole = [f for f in found if not f.operator]
+        if whole:
+            return whole[0] if len(whole) == 1 else None
+        divided = divided or found
+    if divided and len(values) >= _FEWEST_OF_ONE_REST:
+        return divided[0] if len(divided) == 1 else None
+    found = list(dict.fromkeys([*_floors(few, values), *_remainders(few, values)]))
     return found[0] if len(found) == 1 else None
 
 
@@ -98,10 +115,11 @@ def _product(sizes: Sizes, factors: Factors) -> int:
     return math.prod(sizes[i] for i in factors)
 
 
-def _products(sizes: Sequence[Sizes]) -> dict[Factors, tuple[int, ...]]:
-    """Each size and each product of two, with its value in every recording."""
+def _products(sizes: Sequence[Sizes], most: int) -> dict[Factors, tuple[int, ...]]:
+    """Each size and each product of up to `most`, with its value in every recording."""
     numbers = range(len(sizes[0]))
-    factors = [(i,) for i in numbers] + list(combinations_with_replacement(numbers, 2))
+    counts = range(1, most + 1)
+    factors = [f for count in counts for f in combinations_with_replacement(numbers, count)]
     return {each: tuple(_product(s, each) for s in sizes) for each in factors}
 
 
@@ -122,7 +140,9 @@ def _sums(products: dict[Factors, tuple[int, ...]], terms: int) -> Iterator[_For
 
 
 def _solved(form: _Form, values: Sequence[int]) -> Formula | None:
-    """The integer coefficients with which `form` has these values; None: there are none, or too few values."""
+    """The function of this form that has these values, divided if a coefficient is a fraction; None: there is none,
+    or too few values.
+    """
     unknowns = len(form)
     if unknowns >= len(values):
         return None
@@ -137,11 +157,13 @@ def _solved(form: _Form, values: Sequence[int]) -> Formula | None:
         rows = [[x - r[at] * p for x, p in zip(r, pivot, strict=True)] for r in rows]
         rows.insert(at, pivot)
     found = [r[-1] for r in rows[:unknowns]]
-    if any(r[-1] for r in rows[unknowns:]) or any(x.denominator != 1 for x in found):
+    divisor = math.lcm(*(x.denominator for x in found))
+    if any(r[-1] for r in rows[unknowns:]) or divisor > _LARGEST_EXACT:
         return None
-    coefficients = dict(zip(form, map(int, found), strict=True))
+    coefficients = dict(zip(form, (int(x * divisor) for x in found), strict=True))
     constant = coefficients.pop((), 0)
-    return Formula(constant, tuple((c, factors) for factors, c in coefficients.items() if c))
+    terms = tuple((c, factors) for factors, c in coefficients.items() if c)
+    return Formula(constant, terms, "//" if divisor > 1 else "", divisor)
 
 
 def _floors(products: dict[Factors, tuple[int, ...]], values: Sequence[int]) -> Iterator[Formula]:

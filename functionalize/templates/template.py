@@ -184,14 +184,14 @@ def _names_of(program: Program) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Unfitted:
-    """Integers that no function gives. at: which of the integers. values: in each recording."""
+    """Integers that no function gives, or more than one. at: which of the integers. values: in each recording."""
 
     at: int
     sizes: tuple[Sizes, ...]
     values: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"no function of the sizes {list(self.sizes)} gives {self.values}"
+        return f"no one function of the sizes {list(self.sizes)} gives {self.values}"
 
 
 def fitted(

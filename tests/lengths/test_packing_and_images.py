@@ -65,9 +65,11 @@ class Convolutions(nn.Sequential):
         return super().forward(images).mean((2, 3)).square().sum()
 
 
-def images(size: tuple[int, int], seed: int) -> list[Tensor]:
+def images(size: tuple[int, ...], seed: int) -> list[Tensor]:
+    """size: height and width of two images, or how many and both."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(2, 3, *size, generator=generator)]
+    *count, height, width = size
+    return [torch.randn(*(count or [2]), 3, height, width, generator=generator)]
 
 
 def trained(
@@ -130,10 +132,23 @@ def test_packed_sequences_that_are_taken_apart() -> None:
 
 @pytest.mark.parametrize("stride", [1, 2])
 def test_images_of_any_height_and_width(stride: int) -> None:
-    """With a stride, sizes are products of quotients, which are not fitted: each size has a program of its own."""
+    """With a stride, sizes are products of quotients, which are not fitted if these have remainders."""
     learned = [(8, 12), (12, 8), (16, 20), (9, 15), (21, 11), (24, 30), (13, 18), (31, 33)]
     new = in_any_order([(h, w) for h in (10, 11, 14, 17) for w in (9, 13, 16, 19)], 0)
     calls = [*(s for s in learned for _ in range(3)), *new]
     stats = trained(lambda: Convolutions(stride), images, calls).stats
     assert stats.mispredictions == 0
     assert (stats.instances + stats.predictions >= 6) == (stride == 1), stats
+
+
+def test_images_whose_sizes_all_leave_one_remainder() -> None:
+    """Then a stride divides them without a remainder, and so it does their products."""
+    heights, widths = (24, 36, 52, 60), (28, 44, 68, 76)
+    every = [(b, h, w) for b in (2, 3, 5, 7) for h in heights for w in widths]
+    sizes, corners = in_any_order(every, 1), [(2, 24, 28), (8, 60, 76)]
+    others = [(3, 37, 44), (3, 36, 46), (4, 39, 29)]  # of which the stride leaves another remainder
+    calls = [*(s for s in [*sizes[:6], *corners] for _ in "12"), *sizes[6:30], *others, *others]
+    captured = trained(lambda: Convolutions(2), images, calls)
+    stats = captured.stats
+    assert stats.captures <= 5 + len(others) and stats.instances >= 10, stats
+    assert "//4" in captured.programs[0].print_readable(print_output=False)

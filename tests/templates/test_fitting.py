@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from functionalize.templates.fitting import Formula, evaluator, fit
 
 ONE = [(8,), (12,), (20,), (33,), (47,)]
+OF_ONE_REST = [(8,), (16,), (24,), (64,), (96,)]
+IMAGES = [(2, 32, 64), (3, 64, 32), (2, 96, 96), (5, 64, 128), (7, 32, 96)]
 TWO = [(2, 8), (3, 8), (2, 12), (5, 20), (7, 9)]
 
 
@@ -41,6 +43,28 @@ def test_a_function_is_found(sizes: Any, function: Any, text: str | None) -> Non
         assert evaluator([found, found], len(more))(*more) == (function(*more),) * 2
 
 
+@pytest.mark.parametrize(
+    ("sizes", "function", "text", "other"),
+    [
+        (IMAGES, lambda b, h, w: 3 * b * h * w, "3*s0*s1*s2", (4, 33, 21)),
+        (IMAGES, lambda b, h, w: b * h * w + 1, "s0*s1*s2 + 1", (4, 33, 21)),
+        (IMAGES, lambda b, h, w: b * h * w // 256, "s0*s1*s2//256", (4, 160, 96)),
+        (IMAGES, lambda b, h, w: h * 3 // 32, "3*s1//32", (4, 160, 96)),
+        (OF_ONE_REST, lambda n: n // 4 + 3, "(s0 + 12)//4", (40,)),
+        (OF_ONE_REST, lambda n: (n - 1) // 2 + 1, "s0//2", (40,)),  # of even ones
+        (OF_ONE_REST, lambda n: n * n // 64, "s0*s0//64", (40,)),
+    ],
+)
+def test_sizes_that_all_leave_one_remainder(
+    sizes: Any, function: Any, text: str, other: tuple[int, ...]
+) -> None:
+    found = fit(sizes, [function(*s) for s in sizes])
+    assert str(found) == text
+    assert found is not None and found.value(other) == function(*other)
+    assert found.rest(other) == found.rest(sizes[0])
+    assert evaluator([found], len(other))(*other) == (function(*other),)
+
+
 @given(
     st.lists(st.integers(2, 200), min_size=5, max_size=5, unique=True),
     st.integers(-50, 50),
@@ -67,6 +91,11 @@ def test_what_several_functions_give_is_not_guessed() -> None:
     assert fit([(2, 4), (3, 6), (5, 10)], [4, 6, 10]) is None  # 2*s0 or s1
 
 
+def test_four_recordings_of_one_remainder_wait_for_another_one() -> None:
+    assert fit(OF_ONE_REST[:4], [n // 4 + 3 for (n,) in OF_ONE_REST[:4]]) is None
+
+
 def test_no_function() -> None:
+    assert fit([(8 * n,) for n in range(1, 6)], [1, 1, 1, 1, 2]) is None
     assert fit([(s,) for s in (8, 12, 20, 33)], [8, 12, 20, 20]) is None  # min(s, 20)
     assert fit([(s,) for s in (8, 12, 20, 33)], [1, 2, 1, 2]) is None

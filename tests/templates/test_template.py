@@ -223,7 +223,9 @@ def test_a_limit() -> None:
     found = template_of(lambda x: x + x.new_zeros(min(len(x), 20)).sum(), 8, 12, 20, 37)
     assert isinstance(found, Mismatch)
     assert found.place == "`full = aten.full.default([8], 0, dtype=float32)`"
-    assert found.why.startswith("no function of the sizes [(8,), (12,), (20,), (37,)] gives (8,")
+    assert found.why.startswith(
+        "no one function of the sizes [(8,), (12,), (20,), (37,)] gives (8,"
+    )
 
 
 def test_elements_picked_by_a_mask() -> None:
