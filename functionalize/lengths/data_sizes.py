@@ -3,7 +3,8 @@
     loss = model(x)[mask].sum()           as many elements as `mask`, an argument, selects
 
     key = sizes.learned(key, guards)      of a program that was kept; guards: one of them on such sizes
-    key = sizes.of(key, leaves)           of a later call: with `(torch.Size([17]), MADE)` at its end
+    key = sizes.of(key, leaves)           of a later call: with `(torch.Size([17]), MADE)` at its end; of arguments of
+                                          other sizes, too, if recordings determine how these are counted there
 
     agreeing(guards, leaves)              which of several classes of programs fit a call, by `mask.all()`
 
@@ -17,70 +18,128 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-import torch
 
 from functionalize.ir.guards import Guard
 from functionalize.program.early_guard import EarlyGuard
-from functionalize.templates.leaves import leaves_of
-from functionalize.templates.template import MADE
+from functionalize.templates.call_keys import has_made_sizes, open_key, shapes_of, with_made_sizes
+from functionalize.templates.leaves import Leaves, leaves_of, with_integers
+from functionalize.templates.symbols import Symbols
+from functionalize.templates.template import EARLY, Unfitted, fitted
 
-_KINDS_REMEMBERED = 512
+_KEYS_REMEMBERED = 512
+_MOST_COUNTED = 8  # recordings of one kind, which determine how its sizes are counted
 
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """What counts the sizes of one kind of call. token: what is equal for all programs of the kind."""
+    """What counts the sizes of one kind of call. leaves: of the program that does."""
 
     guard: EarlyGuard
-    token: Any
+    leaves: Leaves
 
     @staticmethod
     def by(guard: EarlyGuard) -> _Counted:
-        counts = leaves_of(replace(guard.program, value_guards=()))
-        return _Counted(guard, (len(guard.values), counts.tokens, counts.integers))
+        return _Counted(guard, leaves_of(replace(guard.program, value_guards=())))
+
+    def is_like(self, other: _Counted) -> bool:
+        """Whether both count as many sizes, by programs that differ in integers only."""
+        count = len(self.guard.values)
+        return count == len(other.guard.values) and self.leaves.tokens == other.leaves.tokens
+
+    def is_equal(self, other: _Counted) -> bool:
+        """Whether both count the same."""
+        return self.is_like(other) and self.leaves.integers == other.leaves.integers
+
+    def with_integers(self, integers: Sequence[int]) -> _Counted:
+        """What counts the same for arguments of other sizes."""
+        program = self.guard.program
+        other = with_integers(replace(program, value_guards=()), integers)
+        guard = EarlyGuard(replace(other, value_guards=program.value_guards))
+        return replace(self, guard=guard)
+
+
+@dataclass(slots=True)
+class _Counting:
+    """What counts the sizes of calls that differ in the sizes of arguments. is_one: by one program but for integers."""
+
+    counted: dict[Any, _Counted] = field(default_factory=dict)  # by the key of a call
+    is_one: bool = True
+
+    def add(self, key: Any, counted: _Counted) -> None:
+        """Add what counts the sizes of a recorded call."""
+        if len(self.counted) < _MOST_COUNTED:
+            self.counted.setdefault(key, counted)
+        self.is_one &= all(map(counted.is_like, self.counted.values()))
+
+    def at(self, key: Any) -> _Counted | None:
+        """What counts those of a call with arguments of new sizes; None: it is not known."""
+        if not self.is_one or len(self.counted) < EARLY:
+            return None
+        calls = list(map(shapes_of, self.counted))
+        symbols = Symbols.of(calls, [str(number) for number, _ in enumerate(calls[0])])
+        sizes, known = symbols.sizes_of(shapes_of(key)), list(map(symbols.sizes_of, calls))
+        if isinstance(sizes, str) or any(isinstance(each, str) for each in known):
+            return None
+        several = list(self.counted.values())
+        found = fitted(known, [each.leaves.integers for each in several])  # type: ignore[arg-type]
+        if isinstance(found, Unfitted):
+            return None
+        try:
+            return several[0].with_integers([each.value(sizes) for each in found])
+        except TypeError:  # a size in an object of which no copy can be made
+            return None
 
 
 class DataSizes:
-    """The sizes that ops make of arguments, for each kind of call; of how many kinds is bounded."""
+    """The sizes that ops make of arguments, for each kind of call; of how many keys is bounded."""
 
     def __init__(self) -> None:
         self._counted: OrderedDict[Hashable, _Counted | None] = OrderedDict()
-        self._has_any = False
+        self._kinds: dict[Hashable, _Counting] = {}  # by the key without sizes of arguments
+        self._unseen: OrderedDict[Hashable, _Counted | None] = OrderedDict()
 
     def of(self, key: Any, leaves: Sequence[Any]) -> Any:
         """The key of a call with its sizes, if programs of this kind have some."""
-        counted = self._counted.get(key) if self._has_any else None
+        counted = self._counting(key) if self._kinds else None
         if counted is None:
             return key
         sizes = counted.guard.numbers(leaves)
-        return key if isinstance(sizes, str) else _extended(key, sizes)
+        return key if isinstance(sizes, str) else with_made_sizes(key, sizes)
+
+    def _counting(self, key: Any) -> _Counted | None:
+        for known in (self._counted, self._unseen):
+            if key in known:
+                return known[key]
+        kind = self._kinds.get(open_key(key))
+        if kind is None:
+            return None
+        found = self._unseen[key] = kind.at(key)
+        _bound(self._unseen)
+        return found
 
     def learned(self, key: Any, guards: Iterable[Guard]) -> Any:
         """The key of a program that is kept. key: of its call."""
-        key = key[:-1] if has_sizes(key) else key
+        key = key[:-1] if has_made_sizes(key) else key
         found = [each for each in guards if isinstance(each, EarlyGuard) and each.is_on_sizes]
         counted = _Counted.by(found[0]) if len(found) == 1 else None
         known = self._counted.setdefault(key, counted)
         self._counted.move_to_end(key)
-        if len(self._counted) > _KINDS_REMEMBERED:
-            self._counted.popitem(last=False)
-        if known is None or counted is None or known.token != counted.token:
+        _bound(self._counted)
+        self._unseen.clear()
+        if counted is None or known is None or not known.is_equal(counted):
             self._counted[key] = None
+            if (kind := self._kinds.get(open_key(key))) is not None:
+                kind.is_one = False
             return key
-        self._has_any = True
-        return _extended(key, counted.guard.values)
+        self._kinds.setdefault(open_key(key), _Counting()).add(key, counted)
+        return with_made_sizes(key, counted.guard.values)
 
 
-def has_sizes(key: Any) -> bool:
-    """Whether a key has sizes that ops made."""
-    return type(key[-1]) is tuple and len(key[-1]) == 2 and key[-1][1] == MADE
-
-
-def _extended(key: Any, sizes: Sequence[int]) -> Any:
-    return (*key, (torch.Size(map(int, sizes)), MADE))
+def _bound(remembered: OrderedDict[Hashable, Any]) -> None:
+    if len(remembered) > _KEYS_REMEMBERED:
+        remembered.popitem(last=False)
 
 
 def early_guards(guards: Iterable[Guard]) -> list[EarlyGuard]:

@@ -18,7 +18,8 @@ from typing import Any
 from functionalize.lengths.data_sizes import agreeing
 from functionalize.lengths.length_class import MOST, LengthClass
 from functionalize.lengths.proofs import EVERY
-from functionalize.lengths.references import RecordedKinds, Reference, open_key, shapes_of
+from functionalize.lengths.references import RecordedKinds, Reference
+from functionalize.templates.call_keys import open_key, shapes_of
 from functionalize.templates.template import EARLY, FEWEST
 
 _MOST_OF_A_KIND = 8

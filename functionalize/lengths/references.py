@@ -1,6 +1,5 @@
 """Recorded calls of a step, as programs for other sizes are made from them, and the kinds of calls.
 
-open_key(key)            the key of a call in the cache, without its sizes
 RecordedKinds(is_auto)   the kinds of calls that were recorded, and of which programs for other sizes may be made
 Reference.of(...)        a recorded call: its sizes, its program before the passes, its op stream
 
@@ -17,36 +16,24 @@ from itertools import compress
 from operator import not_
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from functionalize.audit.results import is_comparable
 from functionalize.audit.signature import Signature
-from functionalize.lengths.data_sizes import has_sizes
 from functionalize.lengths.signature_template import Forms, SignatureTemplate
 from functionalize.program.program import Program
+from functionalize.templates.call_keys import MADE, has_made_sizes, open_key, shapes_of
 from functionalize.templates.fitting import Formula, Sizes
 from functionalize.templates.leaves import Leaves, identity, leaves_of
 from functionalize.templates.symbols import Shapes, Symbols
 from functionalize.templates.template import (
     EARLY,
     FEWEST,
-    MADE,
     Mismatch,
     Template,
     first_difference,
 )
 from functionalize.util.text import counted
-
-
-def open_key(key: Any) -> Hashable:
-    """The key of a call in the cache, without the sizes of its tensors that are neither 0 nor 1."""
-    return tuple([_opened(part) if _is_tensors(part) else part for part in key])
-
-
-def shapes_of(key: Any) -> Shapes:
-    """The sizes of the tensors among the arguments of a call, from its key in the cache."""
-    return [part[0] for part in key if _is_tensors(part)]
 
 
 @dataclass(slots=True)
@@ -97,14 +84,6 @@ class RecordedKinds:
         if not differ:
             return 'of no kind of call yet: no two recordings of one kind differ in sizes (dynamic="auto")'
         return f"of {differ} of {counted(len(self._found), 'kind')} of calls, whose recordings differ in sizes"
-
-
-def _is_tensors(part: Any) -> bool:
-    return type(part) is tuple and bool(part) and type(part[0]) is torch.Size
-
-
-def _opened(part: Any) -> Any:
-    return (tuple([min(size, 2) for size in part[0]]), *part[1:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +169,7 @@ class Reference:
         and the op stream of both.
         """
         tensors = [n for n, x in zip(names, leaves, strict=True) if isinstance(x, Tensor)]
-        tensors += [MADE] if has_sizes(key) else []
+        tensors += [MADE] if has_made_sizes(key) else []
         own = cached.signature
         if own is None or len(tensors) != len(shapes_of(key)):
             return None

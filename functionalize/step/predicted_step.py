@@ -28,7 +28,7 @@ from functionalize.lengths.first_call import FirstCall
 from functionalize.lengths.length_class import LengthClass, Prediction
 from functionalize.lengths.observed_sizes import ObservedSizes
 from functionalize.lengths.proofs import EQUAL, NEAR
-from functionalize.lengths.references import Reference, open_key, shapes_of
+from functionalize.lengths.references import Reference
 from functionalize.lengths.shared_passes import needs_no_copies
 from functionalize.program.program import Program
 from functionalize.step.cache import (
@@ -41,6 +41,7 @@ from functionalize.step.recording import RecordingSummary
 from functionalize.step.replayed_step import ReplayedStep
 from functionalize.step.stages import Invocation
 from functionalize.step.vote import RARE, Fingerprints, collectives
+from functionalize.templates.call_keys import open_key, shapes_of
 from functionalize.templates.symbols import Shapes
 
 log = logging.getLogger("functionalize")

@@ -25,7 +25,6 @@ from functionalize.audit.signature import Signature
 from functionalize.fsdp.python_state import FSDPStateGuard
 from functionalize.ir.guards import Guard
 from functionalize.ir.inputs import Call
-from functionalize.lengths.data_sizes import has_sizes
 from functionalize.lengths.length_class import LengthClass, Prediction
 from functionalize.lengths.references import Reference, difference
 from functionalize.lengths.shared_passes import needs_no_copies
@@ -37,6 +36,7 @@ from functionalize.step.options import CaptureOptions
 from functionalize.step.stages import Invocation
 from functionalize.step_backward.joint_recording import Pair
 from functionalize.step_backward.pair import ForwardProgram
+from functionalize.templates.call_keys import has_made_sizes
 
 log = logging.getLogger("functionalize")
 _NOTHING = None, None
@@ -125,7 +125,9 @@ class PredictedForward(CapturedStep):
         return Reference.of(key, names, call.leaves, pair.forward, cached, backward)
 
     def _learn(self, key: Hashable, reference: Reference, call: Invocation) -> LengthClass | None:
-        self._states.learn(reference.key[-1 - has_sizes(reference.key)], reference.program.facts)
+        self._states.learn(
+            reference.key[-1 - has_made_sizes(reference.key)], reference.program.facts
+        )
         expected = call.expected
         if expected is None:
             return super()._learn(key, reference, call)

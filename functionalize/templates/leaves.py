@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -27,9 +27,9 @@ from functionalize.ir.guards import AliasGuard, TensorGuard
 from functionalize.ir.inputs import WholeStorage
 from functionalize.program.executable import Executable
 from functionalize.program.printer import node_text
-from functionalize.program.program import Program
 
 INTEGER = "an integer"
+_AnyExecutable = TypeVar("_AnyExecutable", bound=Executable)
 # Fields that number inputs, results, arguments and outputs: no size, and compared with none.
 _NUMBERS = frozenset({"input", "slot", "other", "leaf", "output"})
 _MOST_CONTENTS = 4096  # elements of a constant that are compared
@@ -255,10 +255,10 @@ def _contents(value: Any) -> Any:
 # -- the same program with other integers ----------------------------------------------------------
 
 
-def with_integers(program: Program, values: Sequence[Any]) -> Program:
+def with_integers(program: _AnyExecutable, values: Sequence[Any]) -> _AnyExecutable:
     """A copy with these integers, in the order of `leaves_of`. Its `meta` is that of `program`."""
     rest = iter(values)
-    copied: Program = _copied(program, rest)
+    copied: _AnyExecutable = _copied(program, rest)
     assert next(rest, None) is None
     return copied
 

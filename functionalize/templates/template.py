@@ -28,13 +28,13 @@ from functionalize.ir.inputs import Argument
 from functionalize.ir.ops import MASKS, is_sized_by_data
 from functionalize.program.printer import node_text, program_text
 from functionalize.program.program import Program
+from functionalize.templates.call_keys import MADE
 from functionalize.templates.fitting import Formula, Sizes, fit, line
 from functionalize.templates.leaves import INTEGER, Leaves, leaves_of, no_copy, with_integers
 from functionalize.templates.symbols import Shapes, Symbols
 
 FEWEST = 3
 EARLY = 2  # programs of which a template can be made that the next call must confirm
-MADE = "results of ops"  # stands for a tensor whose shape are the sizes that ops make of arguments
 
 
 @dataclass(frozen=True, slots=True)

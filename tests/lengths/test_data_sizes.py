@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,13 @@ def labelled(model: Any, x: Tensor, labels: Tensor) -> Tensor:
 def found(model: Any, x: Tensor, labels: Tensor) -> Tensor:
     at = (labels >= 0).nonzero().squeeze(1)
     return model(x)[at].square().sum() / at.numel()
+
+
+def reshaped(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+    """What selects has the sizes of the model's result, which Python asks for."""
+    out = model(x)
+    pairs = out.view(-1, 2, out.shape[1])
+    return pairs[labels.view(pairs.shape[0], 2) >= 0].square().mean()
 
 
 def repeated(model: Any, x: Tensor, labels: Tensor) -> Tensor:
@@ -104,7 +112,17 @@ def either(model: Any, x: Tensor, labels: Tensor) -> Tensor:
 
 BODIES: dict[str, Body] = {
     each.__name__: each
-    for each in (selected, written, labelled, found, repeated, distinct, consecutive, split)
+    for each in (
+        selected,
+        written,
+        labelled,
+        found,
+        reshaped,
+        repeated,
+        distinct,
+        consecutive,
+        split,
+    )
 }
 DECIDING: dict[str, Body] = {
     each.__name__: each for each in (decided, listed, changed_first, changed_by_the_model, either)
@@ -118,16 +136,19 @@ class Model(nn.Linear):
         self.embedding = nn.Parameter(torch.ones(4))
 
 
-def batch(count: int, seed: int) -> tuple[Tensor, Tensor]:
+def batch(count: int, seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     """`count` rows have a label; the others have -100."""
     generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(0, 4, (ROWS,), generator=generator)
-    labels[torch.randperm(ROWS, generator=generator)[count:]] = -100
-    return torch.randn(ROWS, 8, generator=generator), labels
+    labels = torch.randint(0, 4, (rows,), generator=generator)
+    labels[torch.randperm(rows, generator=generator)[count:]] = -100
+    return torch.randn(rows, 8, generator=generator), labels
 
 
-def trained(body: Body, counts: list[int], **options: Any) -> Any:
-    """A captured step after calls with so many labels; it equals its eager twin bit for bit after every call."""
+def trained(body: Body, counts: list[int], rows: Sequence[int] = (), **options: Any) -> Any:
+    """A captured step after calls with so many labels; it equals its eager twin bit for bit after every call.
+
+    rows: of each call; empty: the same number.
+    """
     models = [Model(), Model()]
     optimizers = [torch.optim.AdamW(model.parameters(), fused=True) for model in models]
     steps: list[Any] = []
@@ -140,7 +161,7 @@ def trained(body: Body, counts: list[int], **options: Any) -> Any:
     options.setdefault("audit", False)
     steps[0] = fz.capture(steps[0], max_programs=64, **options)
     for i, count in enumerate(counts):
-        given = batch(count, i)
+        given = batch(count, i, rows[i] if rows else ROWS)
         results = []
         for each in steps:
             mine = [t.clone() for t in given]
@@ -176,6 +197,23 @@ def test_new_counts_are_replayed_at_their_first_call(name: str) -> None:
 def test_python_that_decides_by_counts_is_never_replayed_wrongly(name: str, every: int) -> None:
     counts = [*KNOWN, *NEW, 0, 0, 0, 1, 1, 1, ROWS, ROWS, ROWS, 2, 3]
     trained({**BODIES, **DECIDING}[name], counts, dynamic=every, on_uncapturable="eager")
+
+
+@pytest.mark.parametrize("name", ["selected", "written", "found", "reshaped"])
+@pytest.mark.parametrize("is_all", [True, False])
+def test_counts_of_arguments_of_new_sizes(name: str, is_all: bool) -> None:
+    """How a count is computed depends on the sizes of arguments, as of `reshaped`. is_all: each row has a label."""
+    learned = [(9, 24), (14, 32), (21, 40), (27, 48), (12, 36)]
+    draw = random.Random(0)
+    rows = [
+        *(n for _, n in learned for _ in "123"),
+        *(2 * draw.randrange(13, 24) for _ in range(40)),
+    ]
+    counts = [count for count, _ in learned for _ in "123"]
+    counts += [draw.randrange(10, n - 1) for n in rows[len(counts) :]]
+    stats = trained(BODIES[name], rows if is_all else counts, rows, dynamic=True).stats
+    assert stats.captures <= 5 and stats.mispredictions == 0, stats
+    assert stats.instances >= 5, stats
 
 
 def test_counts_that_never_return_are_not_recorded() -> None:

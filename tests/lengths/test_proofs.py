@@ -9,8 +9,8 @@ from functionalize.audit.shared_sizes import SharedSizes
 from functionalize.lengths.length_class import LengthClass
 from functionalize.lengths.length_classes import LengthClasses
 from functionalize.lengths.proofs import NEAR, Proof
-from functionalize.lengths.references import open_key
 from functionalize.lengths.size_facts import ComputedSize, SizeFacts
+from functionalize.templates.call_keys import open_key
 from functionalize.templates.fitting import Formula, Sizes
 from functionalize.templates.symbols import Symbols
 from functionalize.templates.template import Template
