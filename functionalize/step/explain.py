@@ -123,9 +123,11 @@ def _templates(programs: list[CachedProgram]) -> Iterator[str]:
 
 
 def _template_text(numbers: list[int], found: Template | Mismatch) -> str:
+    names = ", ".join(map(str, numbers))
+    if isinstance(found, Mismatch) and not found.program:
+        return f"programs {names} make no template: {found}"
     if isinstance(found, Mismatch):
         return f"programs {numbers[0]} and {numbers[found.program]} are not one graph: {found}"
-    names = ", ".join(map(str, numbers))
     sizes = ", ".join(f"s{i} = {name}" for i, name in enumerate(found.symbols.names)) or "no size"
     return (
         f"programs {names} are one graph: {found.varying} of {len(found.formulas)} integers are "

@@ -26,6 +26,7 @@ from torch import fx
 
 from functionalize.ir.inputs import Argument
 from functionalize.ir.ops import MASKS, is_sized_by_data
+from functionalize.program.early_guard import EarlyGuard
 from functionalize.program.printer import node_text, program_text
 from functionalize.program.program import Program
 from functionalize.templates.call_keys import MADE
@@ -79,11 +80,11 @@ class Template:
             difference = first_difference(leaves[0], other)
             if difference is not None:
                 return Mismatch(number, *difference)
+        if not calls:
+            calls, names = list(map(_shapes_of, programs)), _names_of(programs[0])
         for node in programs[0].graph.nodes:
             if MADE not in names and _is_sized_by_data(node):
                 return Mismatch(0, f"`{node_text(node)}`", "its size depends on data")
-        if not calls:
-            calls, names = list(map(_shapes_of, programs)), _names_of(programs[0])
         symbols = Symbols.of(calls, names)
         sizes: list[Sizes] = []
         for number, shapes in enumerate(calls):
@@ -175,11 +176,17 @@ def _arguments(program: Program) -> list[Any]:
 
 
 def _shapes_of(program: Program) -> Shapes:
-    return [spec.geometry.size for spec in _arguments(program)]
+    return [*(spec.geometry.size for spec in _arguments(program)), *_made(program)]
 
 
 def _names_of(program: Program) -> list[str]:
-    return [spec.name for spec in _arguments(program)]
+    return [*(spec.name for spec in _arguments(program)), *(MADE for _ in _made(program))]
+
+
+def _made(program: Program) -> list[Sequence[int]]:
+    """The sizes that ops make of arguments, as of one more tensor, if there are some."""
+    guards = (each for each in program.guards if isinstance(each, EarlyGuard))
+    return [each.values for each in guards if each.is_on_sizes]
 
 
 @dataclass(frozen=True, slots=True)
