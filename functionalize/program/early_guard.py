@@ -194,6 +194,7 @@ def _part(wanted: Sequence[fx.Node]) -> fx.Graph:
     copied: dict[fx.Node, fx.Node] = {}
     for node in source.nodes:
         if node.op == "placeholder" or node in needed:
-            copied[node] = graph.node_copy(node, copied.__getitem__)
+            made = copied[node] = graph.node_copy(node, copied.__getitem__)
+            made.meta = {}  # a count that was recorded is no constant of what counts it again
     graph.output(tuple(copied[node] for node in wanted))
     return graph

@@ -22,7 +22,7 @@ custom         the user's `torch.fx.traceback.annotate` of the op, in a backward
 gradient_of    the parameters whose gradients the value is, as autograd has accumulated them last
 
 A number that Python reads has as `val` the value that was recorded for it in `hint`. A result whose size depends on
-data has the geometry that was recorded for it in `sized`; an early guard checks the size.
+data has the geometry in `sized`, which was recorded, or is that for other sizes; an early guard checks the size.
 """
 
 from __future__ import annotations
@@ -94,8 +94,9 @@ def read_records(graph: fx.Graph) -> None:
             node.meta["stack_trace"] = trace
         tape.annotate(node, record)
         node.meta["original_aten"] = record.target
-        if node.target is record.target and is_sized_by_data(record):
-            node.meta["sized"] = _recorded(record.outputs, record.meta.get("born", {}))
+        made = size_by_data(node)
+        if made is not None:
+            node.meta["sized"] = made
     tape.name_gradients(graph)
     set_phases(graph, updates)
     _set_modules_of_groups(graph)
@@ -171,6 +172,19 @@ class _Tape:
                     found[name] = node
         for name, node in found.items():
             node.meta.setdefault("gradient_of", []).append(name)
+
+
+def size_by_data(node: fx.Node) -> Any:
+    """(geometry, device) of a result whose size depends on data, or a list of them; None for other nodes.
+
+    As recorded; of a program for other sizes as it is there.
+    """
+    record = node.meta.get("record")
+    if "sized" in node.meta or record is None:
+        return node.meta.get("sized")
+    if node.target is not record.target or not is_sized_by_data(record):
+        return None
+    return _recorded(record.outputs, record.meta.get("born", {}))
 
 
 def _recorded(outputs: Any, born: Mapping[int, Any]) -> Any:

@@ -231,7 +231,9 @@ class ReplayedStep:
             with torch.no_grad(), disable_current_modes():
                 self._rewrite(cached)
         except Exception as error:
-            if self._vote is not None:  # a rank that refuses alone would not vote any more
+            # A rank that refuses alone would not vote any more; a bug of ours must not end a loop that replays.
+            is_bug = not isinstance(error, FunctionalizeError)
+            if self._vote is not None or (is_bug and cached.replays):
                 cached.program.runner = runner
                 log.error("%s replays a program without its passes: %s", self._name, error)
                 return

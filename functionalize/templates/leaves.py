@@ -26,6 +26,7 @@ from functionalize._compat.graphs import pytree
 from functionalize.ir.guards import AliasGuard, TensorGuard
 from functionalize.ir.inputs import WholeStorage
 from functionalize.program.executable import Executable
+from functionalize.program.metadata import size_by_data
 from functionalize.program.printer import node_text
 
 INTEGER = "an integer"
@@ -123,6 +124,9 @@ class _Reader:
                 self._token(_contents(program.constants[str(target)]))
             read = self._read_numbers if target is operator.getitem else self._read
             read([node.args, node.kwargs])
+            made = size_by_data(node)
+            if made is not None:
+                self._read(made)
         self._in_node = False
         guards = [each for each in program.guards if type(each) is TensorGuard]
         compared = {id(each.spec) for each in guards if each.spec is program.inputs[each.input]}
@@ -267,25 +271,29 @@ def with_integers(program: _AnyExecutable, values: Sequence[Any]) -> _AnyExecuta
 class ReplacedParts:
     """What a program consists of, with other integers.
 
-    arguments: of each node, positional ones and those by keyword, with nodes of the program itself.
+    arguments: of each node, positional ones and those by keyword, with nodes of the program itself. sized: what is
+    made by each node whose result has a size that depends on data.
     """
 
     writes: tuple[int, ...]
     arguments: dict[fx.Node, tuple[Any, Any]]
+    sized: dict[fx.Node, Any]
     parts: dict[str, tuple[Any, ...]]
 
     @staticmethod
     def of(program: Any, rest: Iterator[Any]) -> ReplacedParts:
         """rest: the integers, in the order of `leaves_of`."""
         writes = tuple(replaced(list(program.writes), rest))
-        arguments = {
-            node: (replaced(node.args, rest), replaced(node.kwargs, rest))
-            for node in program.graph.nodes
-        }
+        arguments, sized = {}, {}
+        for node in program.graph.nodes:
+            arguments[node] = replaced(node.args, rest), replaced(node.kwargs, rest)
+            made = size_by_data(node)
+            if made is not None:
+                sized[node] = replaced(made, rest)
         parts = {
             name: tuple([replaced(each, rest) for each in getattr(program, name)]) for name in PARTS
         }
-        return ReplacedParts(writes, arguments, parts)
+        return ReplacedParts(writes, arguments, sized, parts)
 
 
 def _copied(program: Any, rest: Iterator[Any]) -> Any:
@@ -295,6 +303,8 @@ def _copied(program: Any, rest: Iterator[Any]) -> Any:
         args, kwargs = fx.node.map_arg(arguments, copies.__getitem__)
         made = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
         made.meta, copies[node] = node.meta.copy(), made
+    for node, size in found.sized.items():
+        copies[node].meta["sized"] = size
     return dataclasses.replace(
         program,
         graph=graph,

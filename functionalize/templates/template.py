@@ -116,7 +116,7 @@ class Template:
         """The program for these sizes. Its `meta` is filled anew where it is read."""
         program = with_integers(self.reference, self.predicted(sizes))
         for node in program.graph.nodes:
-            for key in ("val", "tensor_meta", "sized"):
+            for key in ("val", "tensor_meta"):
                 node.meta.pop(key, None)
         program._described = False
         return program

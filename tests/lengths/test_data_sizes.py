@@ -216,6 +216,21 @@ def test_counts_of_arguments_of_new_sizes(name: str, is_all: bool) -> None:
     assert stats.instances >= 5, stats
 
 
+@pytest.mark.parametrize("name", ["selected", "written", "found", "repeated", "consecutive"])
+def test_passes_run_for_all_counts(name: str) -> None:
+    """They ask for the size of what is selected: it is that of the count, not that of the recording."""
+    counts = [*KNOWN, *([*NEW, *KNOWN] * 9)]
+    step = trained(BODIES[name], counts, dynamic=True, passes="default")
+    (group,) = step._lengths
+    assert group.passed and group.apart is None
+    latest = step.programs[-1]
+    latest.describe()
+    made = [n.meta["val"] for n in latest.graph.nodes if "sized" in n.meta]
+    if name in ("repeated", "consecutive"):
+        return  # of which the size is not the count
+    assert made and all(counts[-1] in value.shape for value in made)
+
+
 def test_counts_that_never_return_are_not_recorded() -> None:
     stats = trained(selected, [12] * 5 + NEW, dynamic=False).stats
     assert stats.captures <= 3 and stats.eager >= 15, stats

@@ -241,8 +241,11 @@ class Fails(Pass):
 
     def apply(self, program: Program) -> int:
         if any(spec.geometry.size == (4,) for spec in program.inputs):
-            raise PassError("not for four")
+            raise self.error("not for four")
         return 0
+
+    def __init__(self, error: type[Exception] = PassError) -> None:
+        self.error = error
 
 
 def test_a_pass_that_fails_later_refuses_the_kind_alone() -> None:
@@ -252,6 +255,14 @@ def test_a_pass_that_fails_later_refuses_the_kind_alone() -> None:
     with pytest.raises(PassError, match="not for four"):
         step(torch.ones(4))
     assert torch.equal(step(torch.ones(3)), torch.ones(3).sin())
+
+
+def test_a_bug_in_a_pass_does_not_end_a_loop_that_replays(caplog: Any) -> None:
+    step = fz.capture(lambda x: x.sin(), passes=[Fails(RuntimeError)], audit=False)
+    for rows in (3, 3, *[4] * 12):
+        assert torch.equal(step(torch.ones(rows)), torch.ones(rows).sin())
+    assert "replays a program without its passes: not for four" in caplog.text
+    assert step.stats.replays == 12
 
 
 def test_a_pass_that_fails_later_on_one_of_several_ranks_is_left_out(caplog: Any) -> None:
