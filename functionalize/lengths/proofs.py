@@ -38,6 +38,7 @@ EQUAL = (
 )
 NEAR = "the size is hardly beyond compared ones"
 _HARDLY = 16  # by at most this part of their range
+_NEAR_CALLS = 8  # replays of so many return the time of a comparison
 _RUNS = 2  # observed runs with the same facts
 _MOST_RUNS = 8
 _THINNEST = 8  # times `every`
@@ -103,7 +104,7 @@ class Proof:
     modulus: by which remainders must be those of compared sizes. lengths: the functions that are sizes of tensors.
     compared: the sizes of calls that were recorded, or compared and as predicted. new: since the last comparison.
     elsewhere: sizes that other ranks have compared, which says what torch does (`audit/shared_sizes.py`).
-    divided: the formulas that divide.
+    divided: the formulas that divide. near: calls of sizes hardly beyond the compared ones, since one was compared.
     """
 
     every: int
@@ -116,6 +117,7 @@ class Proof:
     lost: str | None = None
     elsewhere: list[Sizes] = field(default_factory=list)
     divided: Sequence[Formula] = ()
+    near: int = 0
     _paths: list[KnownPath] = field(default_factory=list)
     _tried: int = 0
 
@@ -198,10 +200,16 @@ class Proof:
     def was_compared(self, sizes: Sizes, why: str | None = None) -> None:
         """A call of these sizes was recorded, or was as predicted. why: it was compared."""
         is_due = why == self.due
+        self.near = 0 if why == NEAR else self.near
         self.compared.append(sizes)
         self.new = 0
         if is_due:
             self.was_due()
+
+    def has_come_near(self) -> bool:
+        """Count a call of sizes hardly beyond the compared ones; whether as many have come as pay for a comparison."""
+        self.near += 1
+        return self.near >= _NEAR_CALLS
 
     def was_due(self) -> None:
         """A size was compared because one in so many is, on this rank or on another: the next one is so later."""

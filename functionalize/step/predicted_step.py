@@ -48,9 +48,9 @@ log = logging.getLogger("functionalize")
 # A first call that is compared takes as long as some five eager ones, which some ten replays return: as many as these,
 # then one for so many replays, and at each size that has come as many times.
 _FIRST_COMPARISONS, _REPLAYS = 8, 16
-# One at a length that equals a width is of use for this length alone, one that is hardly beyond compared lengths for
-# few others: they are compared at as many calls.
-_RETURNS = {EQUAL: 8, NEAR: 2}
+# A comparison takes as long as some eight replays return: one at a length that equals a width, of use for this length
+# alone, is made when the length has come as often.
+_RETURNS = {EQUAL: 8}
 # The passes of a class run twice, each time as long as some 20 eager steps (`cache.py`), and return little time: after
 # as many replays that is less than a sixth of the run. Eager calls in between need the memory of these programs.
 _REPLAYS_BEFORE_PASSES = 256
@@ -92,6 +92,8 @@ class PredictedStep(ReplayedStep):
         if why is not None:
             if not may_be_known:
                 is_rare = self._is_rare(call)
+            elif why == NEAR and proof is not None and self._may_compare():
+                is_rare = not proof.has_come_near()
             else:
                 seldom = _RETURNS.get(why, 1)
                 enough = seldom if self._may_compare() else _REPLAYS
