@@ -100,7 +100,7 @@ class DataSizes:
         self._kinds: dict[Hashable, _Counting] = {}  # by the key without sizes of arguments
         self._unseen: OrderedDict[Hashable, _Counted | None] = OrderedDict()
 
-    def of(self, key: Any, leaves: Sequence[Any]) -> Any:
+    def of(self, key: Any, leaves: Sequence[Any]) -> Hashable:
         """The key of a call with its sizes, if programs of this kind have some."""
         counted = self._counting(key) if self._kinds else None
         if counted is None:
@@ -119,7 +119,7 @@ class DataSizes:
         _bound(self._unseen)
         return found
 
-    def learned(self, key: Any, guards: Iterable[Guard]) -> Any:
+    def learned(self, key: Any, guards: Iterable[Guard]) -> Hashable:
         """The key of a program that is kept. key: of its call."""
         key = key[:-1] if has_made_sizes(key) else key
         found = [each for each in guards if isinstance(each, EarlyGuard) and each.is_on_sizes]

@@ -38,7 +38,7 @@ EQUAL = (
 )
 NEAR = "the size is hardly beyond compared ones"
 _HARDLY = 16  # by at most this part of their range
-_NEAR_CALLS = 8  # replays of so many return the time of a comparison
+_NEAR_CALLS = 4  # replays of so many return the time of a comparison
 _RUNS = 2  # observed runs with the same facts
 _MOST_RUNS = 8
 _THINNEST = 8  # times `every`

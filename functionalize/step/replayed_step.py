@@ -97,12 +97,11 @@ class ReplayedStep:
 
     def _key(self, leaves: Sequence[Any], spec: Any) -> Hashable:
         """The key of a call in the cache."""
-        found: Hashable = self._sizes.of(key_of(leaves, spec), leaves)
-        return found
+        return self._sizes.of(key_of(leaves, spec), leaves)
 
     def _key_with_sizes(self, key: Hashable, program: Program) -> Hashable:
         """The key of a program that is kept, with the sizes that its ops make of arguments. key: of its call."""
-        found: Hashable = self._sizes.learned(key, program.guards)
+        found = self._sizes.learned(key, program.guards)
         if found != key:
             self._kinds.renamed(key, found)
         return found
@@ -231,9 +230,8 @@ class ReplayedStep:
             with torch.no_grad(), disable_current_modes():
                 self._rewrite(cached)
         except Exception as error:
-            # A rank that refuses alone would not vote any more; a bug of ours must not end a loop that replays.
-            is_bug = not isinstance(error, FunctionalizeError)
-            if self._vote is not None or (is_bug and cached.replays):
+            is_bug = not isinstance(error, FunctionalizeError)  # that must not end a loop
+            if self._vote is not None or (is_bug and cached.replays):  # who refuses does not vote
                 cached.program.runner = runner
                 log.error("%s replays a program without its passes: %s", self._name, error)
                 return

@@ -32,7 +32,7 @@ def has_made_sizes(key: Any) -> bool:
     return type(key[-1]) is tuple and len(key[-1]) == 2 and key[-1][1] == MADE
 
 
-def with_made_sizes(key: Any, sizes: Iterable[int]) -> Any:
+def with_made_sizes(key: Any, sizes: Iterable[int]) -> Hashable:
     """A key, with the sizes that ops make of the arguments."""
     return (*key, (torch.Size(map(int, sizes)), MADE))
 
