@@ -49,7 +49,7 @@ from functionalize.planning.machines.machine import Machine
 from functionalize.planning.report.memory import Memory
 from functionalize.program.program import Program
 from functionalize.step.captured_step import CapturedStep
-from functionalize.sweep.changes import change, modules_of
+from functionalize.sweep.changes import change, check_offload, modules_of
 from functionalize.sweep.checks import check_functions, check_points, world_of
 from functionalize.sweep.grid import WORLD_KEYS, AcceptedKeys, Point, of, points
 from functionalize.sweep.summary import Figures, Items, Plan, Sweep
@@ -198,6 +198,9 @@ class Planner:
         changes = {key: value for key, value in wanted.items() if key not in self.accepted.build}
         if changes:
             change(built, **changes)
+        assert self._open is not None
+        if self._open.world.target.name != "cpu":
+            check_offload(built)
         return built
 
     def _planned(self, point: Point, now: _Open, start: float) -> Plan:

@@ -29,6 +29,7 @@ _NODES = (1, 2, 4)  # sizes of a group that shards, in nodes
 _DIVISORS = 6  # microbatches that are tried at most
 _DOUBLINGS = 12
 MeshKey = tuple[tuple[str, int], ...]
+_OF_A_FUNCTION = "of `build`, `inputs` or `step`: add it"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Space:
-    """The axes of a search. batches: given ones; None: those that the tokens of a step ask for.
+    """The axes of a search. batches: those of the caller; None: those that the tokens of a step ask for.
 
     accumulates: whether the script accumulates gradients. tokens: of a step over all ranks; None: not fixed.
     """
@@ -79,19 +80,16 @@ class Space:
         has_mesh, has_batch = "mesh" in names[0], any("batch" in found for found in names)
         accumulates = any("accumulate" in found for found in names)
         if meshes is not None and not has_mesh:
-            raise TuneError("meshes are given, and `build` has no parameter `mesh` that takes one")
-        if tp is not None and (meshes is not None or not has_mesh):
-            why = (
-                "meshes are given"
-                if has_mesh
-                else "`build` has no parameter `mesh` that takes them"
-            )
-            raise TuneError(f"sizes of tensor parallelism are given, and {why}")
+            raise TuneError("`meshes` needs a parameter `mesh` of `build`, a `DeviceMesh`: add it")
+        if tp is not None and not has_mesh:
+            raise TuneError("`tp` needs a parameter `mesh` of `build`, a `DeviceMesh`: add it")
+        if tp is not None and meshes is not None:
+            raise TuneError("`tp` and `meshes` exclude each other: name these sizes in `meshes`")
         if batches is not None and not has_batch:
-            raise TuneError("batches are given, and no function has a parameter `batch`")
+            raise TuneError(f"`batches` needs a parameter `batch` {_OF_A_FUNCTION}")
         if tokens is not None and not (has_batch or accumulates):
             raise TuneError(
-                "tokens of a step are given, and no function has a parameter `batch` or `accumulate`"
+                f"`batch_tokens` needs a parameter `batch` or `accumulate` {_OF_A_FUNCTION}"
             )
         if not has_mesh:
             left_out.append("mesh: `build` has no parameter `mesh` (a DeviceMesh)")

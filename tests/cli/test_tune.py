@@ -57,7 +57,7 @@ def test_json(command: Command) -> None:
         (("--limit", "80GB", "--set", "reshard=2"), "`reshard` is searched, it has no single"),
         (("--limit", "80GB", "--rank", "9"), "rank 9 is not in a world of 8 ranks"),
         (("--limit", "80GB", "--target", "abacus"), "there is no target 'abacus'"),
-        (("--limit", "80GB", "--mesh", "shard=4"), "`build` has no parameter `mesh`"),
+        (("--limit", "80GB", "--mesh", "shard=4"), "`meshes` needs a parameter `mesh` of `build`"),
     ],
 )
 def test_usage_errors(command: Command, args: tuple[str, ...], message: str) -> None:

@@ -259,7 +259,7 @@ def test_the_end_of_doubling_is_named() -> None:
         ({"meshes": [{"shard": 3}]}, "the mesh {'shard': 3} is not one of 2 ranks"),
         ({"tp": [3]}, "2 ranks have no groups of 3 for tensor parallelism"),
         ({"tp": [0]}, r"`tp\[0\]` is a positive whole number, not 0"),
-        ({"tp": [2], "meshes": [{"shard": 2}]}, "tensor parallelism are given, and meshes are"),
+        ({"tp": [2], "meshes": [{"shard": 2}]}, "`tp` and `meshes` exclude each other"),
         ({"flavour": 3}, "no function accepts `flavour`"),
     ],
 )
@@ -275,10 +275,10 @@ def test_options_are_refused_before_anything_is_recorded(monkeypatch, given, mes
 def test_axes_that_the_functions_lack_are_refused() -> None:
     given = {"world": 1, "limit": 1e9, "target": "cpu"}
     for more, message in (
-        ({"meshes": [{"shard": 1}]}, "meshes are given, and `build` has no parameter `mesh`"),
-        ({"batches": [1]}, "batches are given, and no function has a parameter `batch`"),
-        ({"batch_tokens": 64}, "no function has a parameter `batch` or `accumulate`"),
-        ({"tp": [2]}, "sizes of tensor parallelism are given, and `build` has no parameter `mesh`"),
+        ({"meshes": [{"shard": 1}]}, "`meshes` needs a parameter `mesh` of `build`"),
+        ({"batches": [1]}, "`batches` needs a parameter `batch` of `build`, `inputs` or `step`"),
+        ({"batch_tokens": 64}, "`batch_tokens` needs a parameter `batch` or `accumulate`"),
+        ({"tp": [2]}, "`tp` needs a parameter `mesh` of `build`"),
     ):
         with pytest.raises(TuneError, match=message):
             fz.tune(plain_build, plain_step, inputs=lambda: torch.randn(1, 16), **given, **more)
