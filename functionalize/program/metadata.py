@@ -28,6 +28,7 @@ data has the geometry that was recorded for it in `sized`; an early guard checks
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -72,33 +73,47 @@ class GraphWithInputs(Protocol):
     def constants(self) -> Mapping[str, Any]: ...
 
 
-def annotate(program: GraphWithInputs) -> None:
-    """Fill the `meta` of every node."""
+def evaluate(program: GraphWithInputs) -> None:
+    """Fill what figures are computed from: `val`, `tensor_meta`, `sized`, `phase`, `module`, `fsdp`."""
     with only_young_collections():  # the objects made here live as long as the program
-        read_records(program.graph)
+        read_places(program.graph)
         propagate(program)
 
 
 def read_records(graph: fx.Graph) -> None:
     """Fill the metadata that comes from the recorded ops, and drop the records."""
+    read_places(graph)
+    read_provenance(graph)
+
+
+def read_places(graph: fx.Graph) -> None:
+    """Fill where in the step and in the model recorded ops are, and the sizes that depend on data."""
     updates: list[fx.Node] = []
-    tape = _Tape([n.meta["record"] for n in graph.nodes if "record" in n.meta])
-    for node in graph.nodes:
-        record = node.meta.get("record")
-        if record is None:
-            continue
-        trace, update = tape.stacks.trace_and_update(record.traceback)
-        if update:
+    tape = _Tape(graph)
+    for node, record in tape.recorded:
+        if tape.stacks.trace_and_update(record.traceback)[1]:
             updates.append(node)
-        if trace:
+        tape.place(node, record)
+        if node.target is record.target and is_sized_by_data(record):
+            node.meta["sized"] = _recorded(record.outputs, record.meta.get("born", {}))
+    set_phases(graph, updates)
+    _set_modules_of_groups(graph)
+
+
+def read_provenance(graph: fx.Graph) -> None:
+    """Fill where recorded ops come from: stacks, modules, autograd's nodes, hooks; and drop the records."""
+    with only_young_collections():
+        _read_provenance(graph)
+
+
+def _read_provenance(graph: fx.Graph) -> None:
+    tape = _Tape(graph)
+    for node, record in tape.recorded:
+        if trace := tape.stacks.trace_and_update(record.traceback)[0]:
             node.meta["stack_trace"] = trace
         tape.annotate(node, record)
         node.meta["original_aten"] = record.target
-        if node.target is record.target and is_sized_by_data(record):
-            node.meta["sized"] = _recorded(record.outputs, record.meta.get("born", {}))
     tape.name_gradients(graph)
-    set_phases(graph, updates)
-    _set_modules_of_groups(graph)
     # A new dict has no room for what was removed: megabytes, of many nodes.
     for node in graph.nodes:
         node.meta = {name: each for name, each in node.meta.items() if name != "record"}
@@ -120,29 +135,42 @@ def _set_modules_of_groups(graph: fx.Graph) -> None:
 class _Tape:
     """The autograd nodes of the ops of one graph."""
 
-    def __init__(self, records: Sequence[OpRecord]) -> None:
-        noted = [record for record in records if record.tape is not None]
+    def __init__(self, graph: fx.Graph) -> None:
+        found = ((n, n.meta.get("record")) for n in graph.nodes)
+        self.recorded: list[tuple[fx.Node, OpRecord]] = [each for each in found if each[1]]
+        noted = [record for _, record in self.recorded if record.tape is not None]
         self._notes: TapeNotes | None = noted[0].tape if noted else None
         self._ownership = ownership_of(self._notes) if self._notes is not None else None
-        emitted = set(map(address, noted))
-        self._readers = self._ownership.readers(emitted) if self._ownership is not None else {}
+        self._emitted = set(map(address, noted))
         own = self._ownership
-        self.stacks = own.stacks if own else StackTexts(record.traceback for record in records)
+        self.stacks = own.stacks if own else StackTexts(r.traceback for _, r in self.recorded)
+
+    @cached_property
+    def _readers(self) -> dict[int, int]:
+        return self._ownership.readers(self._emitted) if self._ownership is not None else {}
+
+    def place(self, node: fx.Node, record: OpRecord) -> None:
+        """Fill the module of an op, and its role for FSDP2."""
+        own, meta = self._ownership, node.meta
+        if own is None:
+            return
+        if module := record.meta.get("module") or own.module(record):
+            meta["module"] = module
+        label = own.label(record)
+        if label and (role := fsdp_role(label, record.target, node.target)):
+            meta["fsdp"] = role
 
     def annotate(self, node: fx.Node, record: OpRecord) -> None:
-        """Fill what comes from the autograd nodes and the modules of an op."""
+        """Fill what else comes from the autograd nodes and the modules of an op."""
         if self._ownership is None:
             return
         meta, own = node.meta, self._ownership
         stack, of_forward = own.module_stack(record)
-        label = own.label(record)
         found = (
-            ("module", record.meta.get("module") or own.module(record)),
             ("custom", own.custom(record)),
             ("fwd_nn_module_stack" if of_forward else "nn_module_stack", stack),
             ("hook", own.hook(record)),
             ("ranges", own.ranges(record)),
-            ("fsdp", label and fsdp_role(label, record.target, node.target)),
         )
         for name, value in found:
             if value:

@@ -96,7 +96,7 @@ class Figures:
         replay: bool = False,
     ) -> Figures:
         """Must be called inside the world of the program."""
-        program.describe()
+        program.evaluate()
         members = members_of(program)
         constants = declared(machine, len(members))
         memory = recorded.after(program, constants, Settings.parse(alloc_conf))

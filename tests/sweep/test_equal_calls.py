@@ -108,7 +108,7 @@ def everything(figures: Figures) -> Any:
         [str(each).replace(" at 0x", "") for each in timeline.allocations]
         for timeline in memory.timelines.values()
     ]
-    graph = figures.program.graph
+    graph = figures.program.graph_module.graph  # described
     nodes = [(n.name, {k: str(v) for k, v in n.meta.items()}) for n in graph.nodes]
     storages: dict[Any, int] = {}
     tensors = [t for n in graph.nodes for t in tensors_of(n.meta.get("val"))]

@@ -128,7 +128,7 @@ def communication(
 
     groups: the ranks of process groups by name, for a program whose groups are not those of this process.
     """
-    program.describe()
+    program.evaluate()
     known = Groups(program.graph, groups)
     each = (traffic_of(node, known) for node in program.graph.nodes if is_collective(node))
     return summed(each, *Traffic.KEYS)

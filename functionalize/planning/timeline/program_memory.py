@@ -69,7 +69,7 @@ def program_timeline(
     scratch: returns the bytes that an op allocates and frees inside its kernel, as `scratch_of` does; None: 0 bytes.
     uncounted: the ops for which it cannot know them, as `uncounted` of `planning/scratch/unknown.py` returns them.
     """
-    program.describe()
+    program.evaluate()
     timeline = _ReplayMemory(program, known, device, scratch).timeline()
     return replace(timeline, uncounted=uncounted)
 
@@ -140,7 +140,7 @@ class _ReplayMemory:
                 self._free(result, self.end)
         if generator is not None:
             self._free(generator, self.end)
-        ops = Ops(self.live.nodes)
+        ops = Ops(self.live.nodes, self.program.describe)
         return Timeline("program", ops, tuple(self.allocations), tuple(self.events))
 
     # -- before ------------------------------------------------------------------------------------
@@ -325,10 +325,10 @@ class _ReplayMemory:
 
 
 class Ops(Sequence[Op]):
-    """An `Op` for each node, made when it is indexed, and one for the epilogue."""
+    """An `Op` for each node, made when it is indexed, and one for the epilogue. describe: fills the nodes' stacks."""
 
-    def __init__(self, nodes: Sequence[fx.Node]) -> None:
-        self._nodes = nodes
+    def __init__(self, nodes: Sequence[fx.Node], describe: Callable[[], None]) -> None:
+        self._nodes, self._describe = nodes, describe
         self._lines: dict[str, str] = {}  # many nodes share a stack trace
 
     def __len__(self) -> int:
@@ -344,6 +344,7 @@ class Ops(Sequence[Op]):
         if range(len(self))[index] == len(self._nodes):
             return Op(EPILOGUE, "")
         node = self._nodes[range(len(self))[index]]
+        self._describe()
         trace = node.meta.get("stack_trace") or ""
         if trace not in self._lines:
             self._lines[trace] = user_line(trace)
