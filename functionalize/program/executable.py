@@ -34,7 +34,7 @@ from functionalize.program.known_inputs import KnownInputs
 from functionalize.program.metadata import evaluate, read_provenance, tensors_of
 from functionalize.repeats import Repeats
 from functionalize.tape.notes import TapeNotes
-from functionalize.tape.ownership import ownership_of
+from functionalize.tape.ownership import Places, ownership_of
 from functionalize.tape.tape import RecordedBackward
 from functionalize.util.structure import flatten, paths, rebuilder, sketch
 
@@ -116,7 +116,7 @@ class Executable:
         Done once, and only on demand: symbolising stacks and making fake values costs as much as the capture.
         """
         if not self._described:
-            self._evaluate()
+            self._evaluate(ownership_of)
             read_provenance(self.graph)
             self._described = True
             self.resolve_notes()
@@ -124,13 +124,13 @@ class Executable:
     def evaluate(self) -> None:
         """Fill the part of every `node.meta` that figures are computed from: values, phases and modules."""
         if not self._described:
-            self._evaluate()
+            self._evaluate(Places)
             if self.notes is not None:
                 self.notes.resolved = None  # the records of a plan keep the notes alive
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, places: Callable[[TapeNotes], Any]) -> None:
         if not self._evaluated:
-            evaluate(self)
+            evaluate(self, places)
             self._evaluated = True
 
     @property
