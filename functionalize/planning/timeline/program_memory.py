@@ -114,18 +114,14 @@ class _ReplayMemory:
         device: str,
         scratch: Callable[[fx.Node], int] | None,
     ) -> None:
-        self.program, self.scratch = program, scratch
-        self.known = known
+        self.program, self.known, self.scratch = program, known, scratch
         self.last = last_write(program)
-        self.live = Liveness(program.graph, in_order(program.graph, self.last))
-        self.aliases = self.live.aliases
         self.device = _device(self.live.nodes) if device == "auto" else device
         self.end = len(self.live.nodes)  # the index of the epilogue's op
         self.allocations: list[Allocation] = []
         self.events: list[Event] = []
-        self.home: dict[
-            int, Allocation
-        ] = {}  # input -> the allocation of its storage at its present size
+        # input -> the allocation of its storage at its present size
+        self.home: dict[int, Allocation] = {}
 
     def timeline(self) -> Timeline:
         """Allocations and events of inputs, then of the graph, then of the epilogue."""
@@ -135,12 +131,14 @@ class _ReplayMemory:
         held = self._graph()
         self._epilogue()
         outliving = self._outliving()
+        nodes = self.live.nodes
         for storage, result in held:
             if storage not in outliving:
                 self._free(result, self.end)
         if generator is not None:
             self._free(generator, self.end)
-        ops = Ops(self.live.nodes, self.program.describe)
+        del self.live  # a tenth of what a plan holds; few of its purposes may be asked for
+        ops = Ops(nodes, self.program.describe)
         return Timeline("program", ops, tuple(self.allocations), tuple(self.events))
 
     # -- before ------------------------------------------------------------------------------------
@@ -163,7 +161,7 @@ class _ReplayMemory:
     def _constants(self) -> None:
         """An allocation for each tensor that the graph reads as an attribute."""
         nodes = (n for n in self.live.nodes if n.op == "get_attr")
-        for node in {self.aliases.of(n): n for n in nodes}.values():
+        for node in {self.live.aliases.of(n): n for n in nodes}.values():
             value = node.meta["val"]
             if isinstance(value, Tensor) and value.device.type == self.device:
                 nbytes = value.untyped_storage().nbytes()
@@ -183,12 +181,12 @@ class _ReplayMemory:
     def _graph(self) -> list[tuple[Storage, Allocation]]:
         """Make and free every value of the graph; the storages that are still live when it returns."""
         dying: list[list[tuple[Storage, Allocation]]] = [[] for _ in self.live.nodes]
-        making = [s for s in self.live.storages if self._is_counted(s)]
+        making = [(i, s) for i, s in enumerate(self.live.storages) if self._is_counted(s)]
         making.reverse()
         for place in range(len(self.live.nodes)):
-            while making and making[-1].first == place:
-                storage = making.pop()
-                found = _Allocation(storage.nbytes, place, partial(self._of_storage, storage))
+            while making and making[-1][1].first == place:
+                number, storage = making.pop()
+                found = _Allocation(storage.nbytes, place, partial(self._of_storage, number))
                 dying[storage.last].append((storage, self._make(found)))
             self._scratch(place)
             for _, dead in dying[place] if place < len(dying) - 1 else ():
@@ -213,12 +211,16 @@ class _ReplayMemory:
     # -- purposes ----------------------------------------------------------------------------------
 
     @cached_property
+    def live(self) -> Liveness:
+        return Liveness(self.program.graph, in_order(self.program.graph, self.last))
+
+    @cached_property
     def categories(self) -> Categories:
         return Categories(self.program, self.live, self.known)
 
     @cached_property
     def padding(self) -> Padding:
-        return Padding(self.categories, self.aliases)
+        return Padding(self.categories, self.live.aliases)
 
     @cached_property
     def uses(self) -> dict[fx.Node, int]:
@@ -229,7 +231,7 @@ class _ReplayMemory:
         """The root node of a group of aliases -> the last use of any of them."""
         found: dict[fx.Node, int] = {}
         for node, place in self.uses.items():
-            root = self.aliases.of(node)
+            root = self.live.aliases.of(node)
             found[root] = max(place, found.get(root, BEFORE))
         return found
 
@@ -239,14 +241,15 @@ class _ReplayMemory:
         category = self.categories.inputs[members[0]]
         sharded = category == Category.SHARDED_PARAMETERS
         padding = self.padding.of_shard(homes[members[0]], spec.nbytes) if sharded else 0
-        last = max(self.last_uses[self.aliases.of(homes[i])] for i in members)
+        last = max(self.last_uses[self.live.aliases.of(homes[i])] for i in members)
         return _Purpose(category, spec.name, last, str(spec.geometry), padding)
 
     def _of_constant(self, node: fx.Node) -> _Purpose:
-        last, look = self.last_uses[self.aliases.of(node)], str(geometry_of(node.meta["val"]))
+        last, look = self.last_uses[self.live.aliases.of(node)], str(geometry_of(node.meta["val"]))
         return _Purpose(Category.BUFFERS, str(node.target), last, look)
 
-    def _of_storage(self, storage: Storage) -> _Purpose:
+    def _of_storage(self, number: int) -> _Purpose:
+        storage = self.live.storages[number]
         first = storage.nodes[0]
         if not isinstance(first.meta["val"], Tensor) and len(storage.nodes) > 1:
             first = storage.nodes[1]  # the node of the list's item has a better name
@@ -268,10 +271,7 @@ class _ReplayMemory:
         """Resize storages of inputs, all that grow before any that shrinks; then move inputs to other storages."""
         resizes = [a for a in self.program.epilogue if isinstance(a, Resize)]
         growing = [a for a in resizes if a.nbytes > self._nbytes(a.input)]
-        for resize in (
-            *growing,
-            *resizes,
-        ):  # the second time, a storage that has grown has its final size
+        for resize in (*growing, *resizes):  # the second time, one that has grown has its size
             self._resize(resize)
         for action in self.program.epilogue:
             if isinstance(action, Set) and action.input in self.home:
