@@ -34,7 +34,7 @@ from functionalize.program.known_inputs import KnownInputs
 from functionalize.program.metadata import evaluate, read_provenance, tensors_of
 from functionalize.repeats import Repeats
 from functionalize.tape.notes import TapeNotes
-from functionalize.tape.ownership import Places, ownership_of
+from functionalize.tape.ownership import OpPlaces, ownership_of
 from functionalize.tape.tape import RecordedBackward
 from functionalize.util.structure import flatten, paths, rebuilder, sketch
 
@@ -124,7 +124,7 @@ class Executable:
     def evaluate(self) -> None:
         """Fill the part of every `node.meta` that figures are computed from: values, phases and modules."""
         if not self._described:
-            self._evaluate(Places)
+            self._evaluate(OpPlaces)
             if self.notes is not None:
                 self.notes.resolved = None  # the records of a plan keep the notes alive
 

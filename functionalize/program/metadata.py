@@ -52,7 +52,7 @@ from functionalize.ir.ops import (
 from functionalize.ir.phases import set_phases
 from functionalize.repeats import Repeats, Section
 from functionalize.tape.notes import TapeNotes
-from functionalize.tape.ownership import Places, ownership_of
+from functionalize.tape.ownership import OpPlaces, ownership_of
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.user_stack import StackTexts
 
@@ -73,7 +73,7 @@ class GraphWithInputs(Protocol):
     def constants(self) -> Mapping[str, Any]: ...
 
 
-def evaluate(program: GraphWithInputs, places: Callable[[TapeNotes], Any] = Places) -> None:
+def evaluate(program: GraphWithInputs, places: Callable[[TapeNotes], Any] = OpPlaces) -> None:
     """Fill what figures are computed from: `val`, `tensor_meta`, `sized`, `phase`, `module`, `fsdp`.
 
     places: of the notes; `ownership_of` where `read_provenance` follows, which needs the same.

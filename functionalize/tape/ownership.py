@@ -57,7 +57,7 @@ class _Mark(NamedTuple):
     stack: dict[str, tuple[str, str]]
 
 
-class Places:
+class OpPlaces:
     """The modules and labels of the ops of one recording; of few ops it needs the makers of nodes."""
 
     def __init__(self, notes: TapeNotes) -> None:
@@ -106,7 +106,7 @@ class Places:
         return self._notes.labels[at][1] if at >= 0 else ""
 
 
-class Ownership(Places):
+class Ownership(OpPlaces):
     """The makers of the nodes of one recording."""
 
     def __init__(self, notes: TapeNotes) -> None:

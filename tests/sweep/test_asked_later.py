@@ -12,11 +12,11 @@ from functionalize.planning.machines.presets import MACHINES
 from functionalize.planning.timeline import program_memory
 from functionalize.planning.timeline.program_memory import program_timeline
 from functionalize.program import executable
-from functionalize.program.metadata import Places, read_places
+from functionalize.program.metadata import OpPlaces, read_places
 from functionalize.sweep.summary import Figures
 from functionalize.tape.ownership import ownership_of
 from tests.steps import train
-from tests.sweep.test_equal_calls import KINDS, build, inputs
+from tests.sweep.stacks import KINDS, build, inputs
 
 # Found by `evaluate`; `record` is dropped by `describe`.
 EVALUATED = {"val", "tensor_meta", "hint", "sized", "phase", "module", "fsdp"}
@@ -79,7 +79,7 @@ def test_modules_and_phases_are_those_of_the_whole_metadata(kinds: str, memory: 
     with fz.world(4):
         program = captured(kinds, memory).program
         others = [program.copy(), program.copy()]
-        read_places(others[0].graph, Places)
+        read_places(others[0].graph, OpPlaces)
         read_places(others[1].graph, ownership_of)
         program.describe()
     found = [metas(each.graph, "module", "phase", "fsdp") for each in (program, *others)]
