@@ -5,8 +5,9 @@
 Each size in a process of its own: CPU seconds to import torch and this package, to build and wrap the model in a fake
 world, to the first program (forward, backward, optimizer: two or three calls until the step has settled), to all
 figures (two timelines, reserved memory, traffic, work, modelled time), and the same after another batch, in the same
-world with the same model; the most memory that the process had after the first plan, and after both. The bytecode of
-this package is compiled first, as in an installed package.
+world with the same model; then, of that batch, what is found when it is asked for: the purpose of every storage of the
+program, the stacks, modules and autograd's nodes of its ops. The most memory that the process had after the first plan,
+and after both. The bytecode of this package is compiled first, as in an installed package.
 Last line: forward and backward of ViT-B/16 on a batch of ten billion images.
 """
 
@@ -60,19 +61,25 @@ def measured(size: str, world: int) -> Row:
         while step.program is None:
             step(*built, *other)
         lap("program again")
-        figures(step)
+        found = figures(step)
         lap("figures again")
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        assert all(each.name for each in found.memory.program.allocations)
+        step.program.describe()
+        lap("asked later")
         row["nodes"] = step.program.nodes()
-    row["MiB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    row["MiB"] = memory
     return row
 
 
-def figures(step: Any) -> None:
+def figures(step: Any) -> Any:
     """Compute all figures of a plan."""
     from functionalize.planning.machines.presets import MACHINES
     from functionalize.sweep.summary import Figures
 
-    assert Figures.of(step.program, step.memory, MACHINES["h100"]).row
+    found = Figures.of(step.program, step.memory, MACHINES["h100"])
+    assert found.row
+    return found
 
 
 def images(batch: int) -> Row:
@@ -92,7 +99,15 @@ def images(batch: int) -> Row:
 
 def table(rows: list[Row]) -> str:
     """A line per size."""
-    names = ["import", "build", "program", "figures", "program again", "figures again"]
+    names = [
+        "import",
+        "build",
+        "program",
+        "figures",
+        "program again",
+        "figures again",
+        "asked later",
+    ]
     lines = [
         f"{'':<6}{'world':>7}{'nodes':>8}"
         + "".join(f"{n + ' s':>17}" for n in names)

@@ -181,7 +181,7 @@ def _is_read_otherwise(op: fx.Node, written: Sequence[fx.Node], slots: tuple[Any
     """Whether a result of the graph, or another argument of `op`, may be on the storage of an input that it writes."""
     near = set(written)
     for node in op.graph.nodes:
-        if node.op == "call_function" and any(n in near for n in node.all_input_nodes):
+        if node.op == "call_function" and not near.isdisjoint(node.all_input_nodes):
             target: Any = node.target
             is_new = getattr(target, "namespace", "") == "aten" and not any(
                 each.alias_info is not None for each in target._schema.returns

@@ -183,8 +183,8 @@ class _TimelineBuilder:
         operands = self._categories.summed_by_autograd(
             op, self._lifetimes.sums.get(op, frozenset())
         )
-        made = next((c for c in changes if c.nbytes), None)
-        if not operands or made is None:
+        made = next((c for c in changes if c.nbytes), None) if operands else None
+        if made is None:
             return changes
         for operand in operands:
             serial = self._categories.reused.get(operand, operand)

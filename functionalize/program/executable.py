@@ -31,10 +31,10 @@ from functionalize.ir.inputs import Call, InputSpec
 from functionalize.ir.outputs import OutputBuilder, OutputRole, SourceItself, viewed_by
 from functionalize.program.gloo_waits import added_waits
 from functionalize.program.known_inputs import KnownInputs
-from functionalize.program.metadata import annotate, tensors_of
+from functionalize.program.metadata import evaluate, read_provenance, tensors_of
 from functionalize.repeats import Repeats
 from functionalize.tape.notes import TapeNotes
-from functionalize.tape.ownership import ownership_of
+from functionalize.tape.ownership import OpPlaces, ownership_of
 from functionalize.tape.tape import RecordedBackward
 from functionalize.util.structure import flatten, paths, rebuilder, sketch
 
@@ -84,6 +84,7 @@ class Executable:
     backwards: tuple[RecordedBackward, ...] = ()
     notes: TapeNotes | None = field(default=None, repr=False)
     _module: fx.GraphModule | None = field(default=None, repr=False)
+    _evaluated: bool = field(default=False, repr=False)
     _described: bool = field(default=False, repr=False)
     _run: Callable[..., Sequence[Any]] | None = field(default=None, repr=False)
     _random: bool = field(default=True, repr=False)
@@ -115,9 +116,22 @@ class Executable:
         Done once, and only on demand: symbolising stacks and making fake values costs as much as the capture.
         """
         if not self._described:
-            annotate(self)
+            self._evaluate(ownership_of)
+            read_provenance(self.graph)
             self._described = True
             self.resolve_notes()
+
+    def evaluate(self) -> None:
+        """Fill the part of every `node.meta` that figures are computed from: values, phases and modules."""
+        if not self._described:
+            self._evaluate(OpPlaces)
+            if self.notes is not None:
+                self.notes.resolved = None  # the records of a plan keep the notes alive
+
+    def _evaluate(self, places: Callable[[TapeNotes], Any]) -> None:
+        if not self._evaluated:
+            evaluate(self, places)
+            self._evaluated = True
 
     @property
     def repeats(self) -> Repeats:

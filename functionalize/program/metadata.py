@@ -27,7 +27,8 @@ data has the geometry in `sized`, which was recorded, or is that for other sizes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -51,7 +52,7 @@ from functionalize.ir.ops import (
 from functionalize.ir.phases import set_phases
 from functionalize.repeats import Repeats, Section
 from functionalize.tape.notes import TapeNotes
-from functionalize.tape.ownership import ownership_of
+from functionalize.tape.ownership import OpPlaces, ownership_of
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.user_stack import StackTexts
 
@@ -72,34 +73,51 @@ class GraphWithInputs(Protocol):
     def constants(self) -> Mapping[str, Any]: ...
 
 
-def annotate(program: GraphWithInputs) -> None:
-    """Fill the `meta` of every node."""
+def evaluate(program: GraphWithInputs, places: Callable[[TapeNotes], Any] = OpPlaces) -> None:
+    """Fill what figures are computed from: `val`, `tensor_meta`, `sized`, `phase`, `module`, `fsdp`.
+
+    places: of the notes; `ownership_of` where `read_provenance` follows, which needs the same.
+    """
     with only_young_collections():  # the objects made here live as long as the program
-        read_records(program.graph)
+        read_places(program.graph, places)
         propagate(program)
 
 
 def read_records(graph: fx.Graph) -> None:
     """Fill the metadata that comes from the recorded ops, and drop the records."""
+    read_places(graph, ownership_of)
+    read_provenance(graph)
+
+
+def read_places(graph: fx.Graph, places: Callable[[TapeNotes], Any]) -> None:
+    """Fill where in the step and in the model recorded ops are, and the sizes that depend on data."""
     updates: list[fx.Node] = []
-    tape = _Tape([n.meta["record"] for n in graph.nodes if "record" in n.meta])
-    for node in graph.nodes:
-        record = node.meta.get("record")
-        if record is None:
-            continue
-        trace, update = tape.stacks.trace_and_update(record.traceback)
-        if update:
+    tape = _Tape(graph, places)
+    for node, record in tape.recorded:
+        if tape.stacks.trace_and_update(record.traceback)[1]:
             updates.append(node)
-        if trace:
-            node.meta["stack_trace"] = trace
-        tape.annotate(node, record)
-        node.meta["original_aten"] = record.target
+        tape.place(node, record)
         made = size_by_data(node)
         if made is not None:
             node.meta["sized"] = made
-    tape.name_gradients(graph)
     set_phases(graph, updates)
     _set_modules_of_groups(graph)
+
+
+def read_provenance(graph: fx.Graph) -> None:
+    """Fill where recorded ops come from: stacks, modules, autograd's nodes, hooks; and drop the records."""
+    with only_young_collections():
+        _read_provenance(graph)
+
+
+def _read_provenance(graph: fx.Graph) -> None:
+    tape = _Tape(graph)
+    for node, record in tape.recorded:
+        if trace := tape.stacks.trace_and_update(record.traceback)[0]:
+            node.meta["stack_trace"] = trace
+        tape.annotate(node, record)
+        node.meta["original_aten"] = record.target
+    tape.name_gradients(graph)
     # A new dict has no room for what was removed: megabytes, of many nodes.
     for node in graph.nodes:
         node.meta = {name: each for name, each in node.meta.items() if name != "record"}
@@ -121,29 +139,42 @@ def _set_modules_of_groups(graph: fx.Graph) -> None:
 class _Tape:
     """The autograd nodes of the ops of one graph."""
 
-    def __init__(self, records: Sequence[OpRecord]) -> None:
-        noted = [record for record in records if record.tape is not None]
-        self._notes: TapeNotes | None = noted[0].tape if noted else None
-        self._ownership = ownership_of(self._notes) if self._notes is not None else None
-        emitted = set(map(address, noted))
-        self._readers = self._ownership.readers(emitted) if self._ownership is not None else {}
-        own = self._ownership
-        self.stacks = own.stacks if own else StackTexts(record.traceback for record in records)
+    def __init__(self, graph: fx.Graph, places: Callable[[TapeNotes], Any] = ownership_of) -> None:
+        found = ((n, n.meta.get("record")) for n in graph.nodes)
+        self.recorded: list[tuple[fx.Node, OpRecord]] = [each for each in found if each[1]]
+        self._notes = next((r.tape for _, r in self.recorded if r.tape is not None), None)
+        own: Any = places(self._notes) if self._notes is not None else None
+        self._own = own
+        self.stacks = own.stacks if own else StackTexts(r.traceback for _, r in self.recorded)
+
+    @cached_property
+    def _readers(self) -> Mapping[int, int]:
+        emitted = {address(record) for _, record in self.recorded if record.tape is not None}
+        found: Mapping[int, int] = self._own.readers(emitted)
+        return found
+
+    def place(self, node: fx.Node, record: OpRecord) -> None:
+        """Fill the module of an op, and its role for FSDP2."""
+        own, meta = self._own, node.meta
+        if own is None:
+            return
+        if module := record.meta.get("module") or own.module(record):
+            meta["module"] = module
+        label = own.label(record)
+        if label and (role := fsdp_role(label, record.target, node.target)):
+            meta["fsdp"] = role
 
     def annotate(self, node: fx.Node, record: OpRecord) -> None:
-        """Fill what comes from the autograd nodes and the modules of an op."""
-        if self._ownership is None:
+        """Fill what else comes from the autograd nodes and the modules of an op."""
+        meta, own = node.meta, self._own
+        if own is None:
             return
-        meta, own = node.meta, self._ownership
         stack, of_forward = own.module_stack(record)
-        label = own.label(record)
         found = (
-            ("module", record.meta.get("module") or own.module(record)),
             ("custom", own.custom(record)),
             ("fwd_nn_module_stack" if of_forward else "nn_module_stack", stack),
             ("hook", own.hook(record)),
             ("ranges", own.ranges(record)),
-            ("fsdp", label and fsdp_role(label, record.target, node.target)),
         )
         for name, value in found:
             if value:
@@ -227,20 +258,23 @@ class _Values:
 
     def make(self, block: Section, like: Section) -> None:
         """Make the values of a block that is like another one."""
-        places, nodes = range(like.start, like.end), self._repeats.nodes
+        nodes, made = self._repeats.nodes, self._fakes.made
         if like.start not in self._recipes:
             # A result is described as it is now: after all writes.
-            runs = any(writes(nodes[place].target) for place in places)
-            self._recipes[like.start] = [None if runs else self._recipe(p) for p in places]
-        for place, recipe in enumerate(self._recipes[like.start], block.start):
-            node, there = nodes[place], nodes[place - block.start + like.start]
+            there = range(like.start, like.end)
+            runs = any(writes(nodes[place].target) for place in there)
+            recipes = [None if runs else self._recipe(place) for place in there]
+            looks = [nodes[place].meta.get("tensor_meta") for place in there]
+            self._recipes[like.start] = list(zip(recipes, map(reads, recipes), looks, strict=True))
+        for place, (recipe, is_read, look) in enumerate(self._recipes[like.start], block.start):
+            node = nodes[place]
             if recipe is None:
                 self._run(node)
                 continue
-            value = self._fakes.made(recipe, self._tensors(place) if reads(recipe) else [])
+            value = made(recipe, self._tensors(place) if is_read else [])
             self._env[node] = node.meta["val"] = value
-            if "tensor_meta" in there.meta:
-                node.meta["tensor_meta"] = there.meta["tensor_meta"]
+            if look is not None:
+                node.meta["tensor_meta"] = look
 
     def _recipe(self, place: int) -> Any:
         """The recipe of a value that a node has; None if it must be run."""

@@ -96,7 +96,7 @@ class Figures:
         replay: bool = False,
     ) -> Figures:
         """Must be called inside the world of the program."""
-        program.describe()
+        program.evaluate()
         members = members_of(program)
         constants = declared(machine, len(members))
         memory = recorded.after(program, constants, Settings.parse(alloc_conf))
@@ -138,7 +138,7 @@ class Figures:
         """The figures as numbers: bytes, FLOPs, seconds."""
         return {
             **levels_row(self.memory),
-            "program": self.memory.levels(PROGRAM).requested,
+            "program": self.memory.timeline(PROGRAM).peak,
             "collectives": sum(row.count for row in self.traffic),
             "sent": sum(row.sent for row in self.traffic),
             "flops": self.time.flops,

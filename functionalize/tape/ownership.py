@@ -57,8 +57,8 @@ class _Mark(NamedTuple):
     stack: dict[str, tuple[str, str]]
 
 
-class Ownership:
-    """The makers of the nodes of one recording."""
+class OpPlaces:
+    """The modules and labels of the ops of one recording; of few ops it needs the makers of nodes."""
 
     def __init__(self, notes: TapeNotes) -> None:
         self._notes = notes
@@ -66,6 +66,51 @@ class Ownership:
         self._marks = _module_marks(notes)
         self._mark_places = list(map(_first, self._marks))
         self._label_places = list(map(_first, notes.labels))
+
+    @cached_property
+    def stacks(self) -> StackTexts:
+        """The stacks of the recording."""
+        return StackTexts(record.traceback for record in self._notes.records)
+
+    def maker(self, record: OpRecord) -> Maker | None:
+        """What made the node in which an op ran. For a leaf's node: the first op that used the leaf."""
+        in_none = record.seq_nr is None or record.autograd_node is None
+        return None if in_none else ownership_of(self._notes).maker(record)
+
+    def module(self, record: OpRecord) -> str:
+        """The module of an op: that is being called; of an op in a backward, the module of its forward.
+
+        A module that is called inside a backward (activation checkpointing) counts as in a forward. An op that
+        accumulates a gradient belongs to the module of the parameter.
+        """
+        if record.phase is not None and record.seq_nr is not None and record.seq_nr < 0:
+            return self._notes.place(record.seq_nr)[0]
+        at, _ = self._mark(record)
+        return self._marks[at].module if at >= 0 else ""
+
+    def _mark(self, record: OpRecord) -> tuple[int, bool]:
+        """The place of the mark for the module of an op, -1 if there is none; whether it is that of its forward."""
+        at = bisect_right(self._mark_places, self._places[address(record)]) - 1
+        if record.phase is None or (at >= 0 and self._marks[at].inside):
+            return at, False
+        maker = self.maker(record)
+        if isinstance(maker, FunctionCall):
+            return maker.marks - 1, True
+        return (
+            bisect_right(self._mark_places, self._places[address(maker)]) - 1 if maker else -1
+        ), True
+
+    def label(self, record: OpRecord) -> str:
+        """The label under which FSDP2 ran an op, or ""."""
+        at = bisect_right(self._label_places, self._places[address(record)]) - 1
+        return self._notes.labels[at][1] if at >= 0 else ""
+
+
+class Ownership(OpPlaces):
+    """The makers of the nodes of one recording."""
+
+    def __init__(self, notes: TapeNotes) -> None:
+        super().__init__(notes)
         self._range_places = list(map(_first, notes.ranges))
         self._names: dict[Key, str] = {}  # of the nodes that ran an op
         self._ran_in: dict[int, Key] = {}  # id of a record -> the node
@@ -101,11 +146,6 @@ class Ownership:
             for place in order:
                 self._numbers.setdefault(_key_in(call, place), len(self._numbers))
 
-    @cached_property
-    def stacks(self) -> StackTexts:
-        """The stacks of the recording."""
-        return StackTexts(record.traceback for record in self._notes.records)
-
     def backwards(self) -> tuple[RecordedBackward, ...]:
         """The backwards of the recording, in their order."""
         calls = zip(self._notes.backwards, self._orders, strict=True)
@@ -139,17 +179,6 @@ class Ownership:
         key = self._ran_in.get(address(record))
         return None if key is None else self._makers.get(key)
 
-    def module(self, record: OpRecord) -> str:
-        """The module of an op: that is being called; of an op in a backward, the module of its forward.
-
-        A module that is called inside a backward (activation checkpointing) counts as in a forward. An op that
-        accumulates a gradient belongs to the module of the parameter.
-        """
-        if record.phase is not None and record.seq_nr is not None and record.seq_nr < 0:
-            return self._notes.place(record.seq_nr)[0]
-        at, _ = self._mark(record)
-        return self._marks[at].module if at >= 0 else ""
-
     def module_stack(self, record: OpRecord) -> tuple[dict[str, tuple[str, str]], bool]:
         """The modules that are being called, outermost first: name -> (name, class); whether those of its forward."""
         at, of_forward = self._mark(record)
@@ -157,23 +186,6 @@ class Ownership:
 
     def _stack_at(self, mark: int) -> dict[str, tuple[str, str]]:
         return self._marks[mark].stack if mark >= 0 else {}
-
-    def _mark(self, record: OpRecord) -> tuple[int, bool]:
-        """The place of the mark for the module of an op, -1 if there is none; whether it is that of its forward."""
-        at = bisect_right(self._mark_places, self._places[address(record)]) - 1
-        if record.phase is None or (at >= 0 and self._marks[at].inside):
-            return at, False
-        maker = self.maker(record)
-        if isinstance(maker, FunctionCall):
-            return maker.marks - 1, True
-        return (
-            bisect_right(self._mark_places, self._places[address(maker)]) - 1 if maker else -1
-        ), True
-
-    def label(self, record: OpRecord) -> str:
-        """The label under which FSDP2 ran an op, or ""."""
-        at = bisect_right(self._label_places, self._places[address(record)]) - 1
-        return self._notes.labels[at][1] if at >= 0 else ""
 
     def ranges(self, record: OpRecord) -> tuple[tuple[str, int, int | None], ...]:
         """(name, number, modules) of the ranges for the profiler around an op, outermost first; not FSDP2's.

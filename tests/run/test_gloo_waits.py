@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import functionalize as fz
 from functionalize.program.gloo_waits import added_waits
-from functionalize.program.metadata import annotate
 from functionalize.run.boxed import boxed
 from tests.ranks import run_on_ranks
 
@@ -70,7 +69,7 @@ def replays(which: str, separate: bool, how: str) -> tuple[list[str], int, bool]
     group, other = names(separate)
     x = torch.arange(8.0) + dist.get_rank()
     program = fz.trace(fn, x, group, other)
-    annotate(program)
+    program.describe()
     # The waits of the graph stand at its end, as passes that look for overlap put them.
     end = program.graph.output_node()
     for wait in program.graph.find_nodes(op="call_function", target=WAIT):

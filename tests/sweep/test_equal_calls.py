@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, fx, nn
+from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -20,7 +19,6 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
 from examples import llama
@@ -32,67 +30,7 @@ from functionalize.program.metadata import propagate, tensors_of
 from functionalize.sweep.summary import Figures
 from functionalize.util import user_stack
 from tests.steps import train
-
-WIDTH = 32
-
-
-class Layer(nn.Module):
-    """A layer of which `kind` says how it differs from the others."""
-
-    def __init__(self, kind: str = "") -> None:
-        super().__init__()
-        hidden = 3 * WIDTH if kind == "wide" else 2 * WIDTH
-        self.kind = kind
-        self.gates = nn.Linear(WIDTH, 2) if kind == "experts" else None
-        ways = 2 if kind == "experts" else 1
-        self.ups = nn.ModuleList(nn.Linear(WIDTH, hidden) for _ in range(ways))
-        self.downs = nn.ModuleList(nn.Linear(hidden, WIDTH) for _ in range(ways))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "recomputed":
-            return x + checkpoint(self.inner, x, use_reentrant=False)
-        return x + self.inner(x)
-
-    def inner(self, x: Tensor) -> Tensor:
-        outs = [
-            down(F.gelu(up(x)) * x.mean()) for up, down in zip(self.ups, self.downs, strict=True)
-        ]
-        if self.gates is not None:
-            shares = self.gates(x).softmax(-1)
-            outs = [out * shares[:, i : i + 1] for i, out in enumerate(outs)]
-        out = sum(outs)
-        return F.dropout(out, 0.1) if self.kind == "dropout" else out
-
-
-def _squares(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-    return out * out.detach().square().mean()
-
-
-KINDS = {
-    "two widths": ("", "wide") * 5,
-    "an odd one": ("",) * 6 + ("wide",) + ("",) * 6,
-    "experts in some": ("", "experts") * 4,
-    "recomputed in some": ("", "", "recomputed") * 4,
-    "tied": ("tied", "") * 5,
-    "of all kinds": ("", "wide", "dropout", "hooked", "recomputed", "experts", "", "wide"),
-}
-
-
-def build(kinds: Sequence[str]) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Sequential(*(Layer(kind) for kind in kinds))
-    for layer in model:
-        if layer.kind == "hooked":
-            layer.register_forward_hook(_squares)
-        if layer.kind == "tied":
-            layer.ups[0].weight = model[0].ups[0].weight
-        if "tied" not in kinds:
-            fully_shard(layer)
-    fully_shard(model)
-    return model, torch.optim.AdamW(model.parameters(), fused=True)
-
-
-def inputs(batch: int = 8) -> Tensor:
-    return torch.randn(batch, WIDTH)
+from tests.sweep.stacks import KINDS, build, inputs
 
 
 def layers_that_differ() -> list[Any]:
@@ -108,7 +46,7 @@ def everything(figures: Figures) -> Any:
         [str(each).replace(" at 0x", "") for each in timeline.allocations]
         for timeline in memory.timelines.values()
     ]
-    graph = figures.program.graph
+    graph = figures.program.graph_module.graph  # described
     nodes = [(n.name, {k: str(v) for k, v in n.meta.items()}) for n in graph.nodes]
     storages: dict[Any, int] = {}
     tensors = [t for n in graph.nodes for t in tensors_of(n.meta.get("val"))]

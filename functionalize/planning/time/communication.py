@@ -95,18 +95,21 @@ class RankGroup:
 
 
 class Groups:
-    """The process groups of a graph, by name. ranks: the global ranks of groups; wins over this process's groups."""
+    """The process groups of a graph, by name. ranks: the global ranks of groups; wins over this process's groups.
+
+    collectives: the nodes that communicate, in their order.
+    """
 
     def __init__(self, graph: fx.Graph, ranks: Mapping[str, Sequence[int]] | None = None) -> None:
         self._ranks = ranks or {}
         self._sizes: dict[str, int] = {}
         self._found: dict[str, RankGroup] = {}
-        for node in graph.nodes:
-            if is_collective(node):
-                arguments = _arguments(node)
-                size = arguments.get("group_size") or len(arguments.get("input_split_sizes", ()))
-                if size:
-                    self._sizes[str(arguments.get("group_name"))] = int(size)
+        self.collectives = [node for node in graph.nodes if is_collective(node)]
+        for node in self.collectives:
+            arguments = _arguments(node)
+            size = arguments.get("group_size") or len(arguments.get("input_split_sizes", ()))
+            if size:
+                self._sizes[str(arguments.get("group_name"))] = int(size)
 
     def __getitem__(self, name: str) -> RankGroup:
         if name not in self._found:
@@ -128,10 +131,9 @@ def communication(
 
     groups: the ranks of process groups by name, for a program whose groups are not those of this process.
     """
-    program.describe()
+    program.evaluate()
     known = Groups(program.graph, groups)
-    each = (traffic_of(node, known) for node in program.graph.nodes if is_collective(node))
-    return summed(each, *Traffic.KEYS)
+    return summed((traffic_of(node, known) for node in known.collectives), *Traffic.KEYS)
 
 
 def members_of(program: Program) -> dict[str, tuple[int, ...]]:
@@ -140,7 +142,7 @@ def members_of(program: Program) -> dict[str, tuple[int, ...]]:
     A plan calls this while its fake world exists, and passes the result to `communication` and `step_time` later.
     """
     known = Groups(program.graph)
-    names = {group_name_of(node) for node in program.graph.nodes if is_collective(node)}
+    names = set(map(group_name_of, known.collectives))
     return {name: found for name in sorted(names) if (found := known[name].members) is not None}
 
 

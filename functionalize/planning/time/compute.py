@@ -44,7 +44,7 @@ class Work:
 
 def compute(program: Program, costs: Costs | None = None) -> list[Work]:
     """One row per op, phase and module, in the order of the graph. costs: of the graph, if they are known."""
-    program.describe()
+    program.evaluate()
     return summed(_each(costs or call_costs(program.graph, program.repeats)), *Work.KEYS)
 
 

@@ -163,7 +163,7 @@ def step_time(
     replays the program, or dispatches its ops eagerly; of effect with `serial` on a machine with `host`. costs: of
     the program's graph, if they are known. Raises `PassError` for an unknown `streams`.
     """
-    program.describe()
+    program.evaluate()
     if streams is None:
         streams = "fsdp2" if machine.streams else "serial"
     known = Groups(program.graph, groups)

@@ -343,7 +343,7 @@ def _parameter_gathers(graph: fx.Graph) -> tuple[dict[fx.Node, int], dict[fx.Nod
     for node in graph.nodes:
         depends = node.op in ("placeholder", "get_attr")
         inputs = node.all_input_nodes
-        if node.op == "call_function" and inputs and all(n in from_inputs for n in inputs):
+        if node.op == "call_function" and inputs and from_inputs.issuperset(inputs):
             depends = not is_collective(node)
             if not depends and kind_of(node) == ALL_GATHER:
                 number[node] = len(number)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from functionalize._compat.references import address
 from functionalize.analysis.aliases import Aliases, storage_key
@@ -66,20 +66,21 @@ class Liveness:
         """A storage per group of aliases, and per storage of a list's items that no node aliases."""
         of_key: dict[Any, Storage | None] = {}
         for place, node in enumerate(self.nodes):
-            of_caller = node.op in ("placeholder", "get_attr")
             value = node.meta.get("val")
             found: dict[int, Storage] = {}
-            for each in tensors_of(value):
+            for each in (value,) if isinstance(value, Tensor) else tensors_of(value):
                 key: Any = aliases.of(node)
                 if each is not value:  # an item of a list
                     fake = storage_key(each)
                     key = aliases.on(fake) or fake
-                if key not in of_key:
+                if key in of_key:
+                    storage = of_key[key]
+                elif node.op in ("placeholder", "get_attr"):  # of the caller
+                    storage = of_key[key] = None
+                else:
                     nbytes = int(each.untyped_storage().nbytes())
-                    of_key[key] = None if of_caller else Storage(nbytes, place, place)
-                    if not of_caller:
-                        self.storages.append(of_key[key])  # type: ignore[arg-type]
-                storage = of_key[key]
+                    storage = of_key[key] = Storage(nbytes, place, place)
+                    self.storages.append(storage)
                 if storage is not None and address(storage) not in found:
                     found[address(storage)] = storage
                     storage.nodes.append(node)
@@ -91,12 +92,14 @@ class Liveness:
         last: dict[fx.Node, int] = {}
         for place, node in enumerate(self.nodes):
             last[node] = place  # no place before it is later
-            last.update(dict.fromkeys(node.all_input_nodes, place))
+            for read in node.all_input_nodes:
+                last[read] = place
             for held in held_before(node):
                 last[held] = max(place - 1, last.get(held, 0))
         for node, place in last.items():
             for storage in self.of[node]:
-                storage.last = max(storage.last, place)
+                if place > storage.last:
+                    storage.last = place
 
 
 def held_before(node: fx.Node) -> list[fx.Node]:

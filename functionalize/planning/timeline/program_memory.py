@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, overload
+from functools import cached_property, partial
+from typing import Any, NamedTuple, overload
 
 from torch import Tensor, fx
 
@@ -68,9 +69,39 @@ def program_timeline(
     scratch: returns the bytes that an op allocates and frees inside its kernel, as `scratch_of` does; None: 0 bytes.
     uncounted: the ops for which it cannot know them, as `uncounted` of `planning/scratch/unknown.py` returns them.
     """
-    program.describe()
+    program.evaluate()
     timeline = _ReplayMemory(program, known, device, scratch).timeline()
     return replace(timeline, uncounted=uncounted)
+
+
+class _Purpose(NamedTuple):
+    """What an `Allocation` has besides its bytes, when it is made and when it is freed."""
+
+    category: Category
+    name: str
+    last_use: int
+    shape: str = ""
+    padding: int = 0
+
+
+class _Allocation(Allocation):
+    """An allocation whose purpose is found when it is first read: it follows from readers anywhere in the graph.
+
+    Peaks and allocators read no purposes. find: returns it; the graph must be as it was when the timeline was made.
+    """
+
+    __slots__ = ("_find",)
+
+    def __init__(self, nbytes: int, made: int, find: Callable[[], _Purpose]) -> None:
+        self.nbytes, self.made, self.freed = nbytes, made, None
+        self._find: Callable[[], _Purpose] | None = find
+
+    def __getattr__(self, name: str) -> Any:  # called for a slot that has no value yet
+        if name not in _Purpose._fields or self._find is None:
+            raise AttributeError(name)
+        self.category, self.name, self.last_use, self.shape, self.padding = self._find()
+        self._find = None
+        return getattr(self, name)
 
 
 class _ReplayMemory:
@@ -83,25 +114,14 @@ class _ReplayMemory:
         device: str,
         scratch: Callable[[fx.Node], int] | None,
     ) -> None:
-        self.program, self.scratch = program, scratch
+        self.program, self.known, self.scratch = program, known, scratch
         self.last = last_write(program)
-        self.live = Liveness(program.graph, in_order(program.graph, self.last))
-        self.aliases = self.live.aliases
-        self.categories = Categories(program, self.live, known)
-        self.padding = Padding(self.categories, self.aliases)
         self.device = _device(self.live.nodes) if device == "auto" else device
         self.end = len(self.live.nodes)  # the index of the epilogue's op
         self.allocations: list[Allocation] = []
         self.events: list[Event] = []
-        self.uses = _last_uses(self.live.nodes)
-        # root node of a group of aliases -> the last use of any of them
-        self.last_uses: dict[fx.Node, int] = {}
-        for node, place in self.uses.items():
-            root = self.aliases.of(node)
-            self.last_uses[root] = max(place, self.last_uses.get(root, BEFORE))
-        self.home: dict[
-            int, Allocation
-        ] = {}  # input -> the allocation of its storage at its present size
+        # input -> the allocation of its storage at its present size
+        self.home: dict[int, Allocation] = {}
 
     def timeline(self) -> Timeline:
         """Allocations and events of inputs, then of the graph, then of the epilogue."""
@@ -111,19 +131,20 @@ class _ReplayMemory:
         held = self._graph()
         self._epilogue()
         outliving = self._outliving()
+        nodes = self.live.nodes
         for storage, result in held:
             if storage not in outliving:
                 self._free(result, self.end)
         if generator is not None:
             self._free(generator, self.end)
-        ops = Ops(self.live.nodes)
+        del self.live  # a tenth of what a plan holds; few of its purposes may be asked for
+        ops = Ops(nodes, self.program.describe)
         return Timeline("program", ops, tuple(self.allocations), tuple(self.events))
 
     # -- before ------------------------------------------------------------------------------------
 
     def _inputs(self) -> None:
         """A storage for each group of inputs that share one, and for each constant."""
-        homes = self.categories.placeholders
         groups: dict[Any, list[int]] = {}
         for i, key in enumerate(_storages_of_inputs(self.program)):
             if isinstance(self.program.inputs[i].geometry, Geometry):
@@ -132,14 +153,7 @@ class _ReplayMemory:
             specs = [self.program.inputs[i] for i in members]
             if specs[0].device.type != self.device:
                 continue
-            last = max(self.last_uses[self.aliases.of(homes[i])] for i in members)
-            category = self.categories.inputs[members[0]]
-            sharded = category == Category.SHARDED_PARAMETERS
-            padding = self.padding.of_shard(homes[members[0]], specs[0].nbytes) if sharded else 0
-            shape = str(specs[0].geometry)
-            allocation = Allocation(
-                specs[0].nbytes, category, specs[0].name, BEFORE, None, last, shape, padding
-            )
+            allocation = _Allocation(specs[0].nbytes, BEFORE, partial(self._of_input, members))
             self.home.update(dict.fromkeys(members, allocation))
             if allocation.nbytes:
                 self._make(allocation)
@@ -147,12 +161,11 @@ class _ReplayMemory:
     def _constants(self) -> None:
         """An allocation for each tensor that the graph reads as an attribute."""
         nodes = (n for n in self.live.nodes if n.op == "get_attr")
-        for root, node in {self.aliases.of(n): n for n in nodes}.items():
+        for node in {self.live.aliases.of(n): n for n in nodes}.values():
             value = node.meta["val"]
             if isinstance(value, Tensor) and value.device.type == self.device:
-                nbytes, look = value.untyped_storage().nbytes(), str(geometry_of(value))
-                name, last = str(node.target), self.last_uses[root]
-                self._make(Allocation(nbytes, Category.BUFFERS, name, BEFORE, None, last, look))
+                nbytes = value.untyped_storage().nbytes()
+                self._make(_Allocation(nbytes, BEFORE, partial(self._of_constant, node)))
 
     def _generator(self) -> Allocation | None:
         """The copy of the generator's state that is restored if a replay fails."""
@@ -168,12 +181,13 @@ class _ReplayMemory:
     def _graph(self) -> list[tuple[Storage, Allocation]]:
         """Make and free every value of the graph; the storages that are still live when it returns."""
         dying: list[list[tuple[Storage, Allocation]]] = [[] for _ in self.live.nodes]
-        making = [s for s in self.live.storages if self._is_counted(s)]
+        making = [(i, s) for i, s in enumerate(self.live.storages) if self._is_counted(s)]
         making.reverse()
         for place in range(len(self.live.nodes)):
-            while making and making[-1].first == place:
-                storage = making.pop()
-                dying[storage.last].append((storage, self._make(self._allocation(storage))))
+            while making and making[-1][1].first == place:
+                number, storage = making.pop()
+                found = _Allocation(storage.nbytes, place, partial(self._of_storage, number))
+                dying[storage.last].append((storage, self._make(found)))
             self._scratch(place)
             for _, dead in dying[place] if place < len(dying) - 1 else ():
                 self._free(dead, place)
@@ -187,7 +201,55 @@ class _ReplayMemory:
             scratch = Allocation(nbytes, Category.SCRATCH, node.name, place, None, place)
             self._free(self._make(scratch), place)
 
-    def _allocation(self, storage: Storage) -> Allocation:
+    def _is_counted(self, storage: Storage) -> bool:
+        first = storage.nodes[0]
+        if self.last is not None and first is self.last.node:
+            return False
+        value = next(tensors_of(first.meta["val"]))
+        return storage.nbytes > 0 and value.device.type == self.device
+
+    # -- purposes ----------------------------------------------------------------------------------
+
+    @cached_property
+    def live(self) -> Liveness:
+        return Liveness(self.program.graph, in_order(self.program.graph, self.last))
+
+    @cached_property
+    def categories(self) -> Categories:
+        return Categories(self.program, self.live, self.known)
+
+    @cached_property
+    def padding(self) -> Padding:
+        return Padding(self.categories, self.live.aliases)
+
+    @cached_property
+    def uses(self) -> dict[fx.Node, int]:
+        return _last_uses(self.live.nodes)
+
+    @cached_property
+    def last_uses(self) -> dict[fx.Node, int]:
+        """The root node of a group of aliases -> the last use of any of them."""
+        found: dict[fx.Node, int] = {}
+        for node, place in self.uses.items():
+            root = self.live.aliases.of(node)
+            found[root] = max(place, found.get(root, BEFORE))
+        return found
+
+    def _of_input(self, members: Sequence[int]) -> _Purpose:
+        """The purpose of the storage of these inputs."""
+        homes, spec = self.categories.placeholders, self.program.inputs[members[0]]
+        category = self.categories.inputs[members[0]]
+        sharded = category == Category.SHARDED_PARAMETERS
+        padding = self.padding.of_shard(homes[members[0]], spec.nbytes) if sharded else 0
+        last = max(self.last_uses[self.live.aliases.of(homes[i])] for i in members)
+        return _Purpose(category, spec.name, last, str(spec.geometry), padding)
+
+    def _of_constant(self, node: fx.Node) -> _Purpose:
+        last, look = self.last_uses[self.live.aliases.of(node)], str(geometry_of(node.meta["val"]))
+        return _Purpose(Category.BUFFERS, str(node.target), last, look)
+
+    def _of_storage(self, number: int) -> _Purpose:
+        storage = self.live.storages[number]
         first = storage.nodes[0]
         if not isinstance(first.meta["val"], Tensor) and len(storage.nodes) > 1:
             first = storage.nodes[1]  # the node of the list's item has a better name
@@ -198,15 +260,10 @@ class _ReplayMemory:
             shape = self.padding.seen(storage)[0]
         padding = self.padding.of(storage)
         last = max(self.uses[node] for node in storage.nodes)
-        made = storage.first
-        return Allocation(storage.nbytes, category, name, made, None, last, shape, padding)
+        return _Purpose(category, name, last, shape, padding)
 
-    def _is_counted(self, storage: Storage) -> bool:
-        first = storage.nodes[0]
-        if self.last is not None and first is self.last.node:
-            return False
-        value = next(tensors_of(first.meta["val"]))
-        return storage.nbytes > 0 and value.device.type == self.device
+    def _resized(self, old: Allocation) -> _Purpose:
+        return _Purpose(old.category, old.name, self.end, old.shape)
 
     # -- after -------------------------------------------------------------------------------------
 
@@ -214,10 +271,7 @@ class _ReplayMemory:
         """Resize storages of inputs, all that grow before any that shrinks; then move inputs to other storages."""
         resizes = [a for a in self.program.epilogue if isinstance(a, Resize)]
         growing = [a for a in resizes if a.nbytes > self._nbytes(a.input)]
-        for resize in (
-            *growing,
-            *resizes,
-        ):  # the second time, a storage that has grown has its final size
+        for resize in (*growing, *resizes):  # the second time, one that has grown has its size
             self._resize(resize)
         for action in self.program.epilogue:
             if isinstance(action, Set) and action.input in self.home:
@@ -230,7 +284,7 @@ class _ReplayMemory:
         old = self.home.get(action.input)
         if old is None or old.nbytes == action.nbytes:
             return
-        new = replace(old, nbytes=action.nbytes, made=self.end, last_use=self.end, padding=0)
+        new = _Allocation(action.nbytes, self.end, partial(self._resized, old))
         for input, home in list(self.home.items()):
             if home is old:
                 self.home[input] = new
@@ -271,10 +325,10 @@ class _ReplayMemory:
 
 
 class Ops(Sequence[Op]):
-    """An `Op` for each node, made when it is indexed, and one for the epilogue."""
+    """An `Op` for each node, made when it is indexed, and one for the epilogue. describe: fills the nodes' stacks."""
 
-    def __init__(self, nodes: Sequence[fx.Node]) -> None:
-        self._nodes = nodes
+    def __init__(self, nodes: Sequence[fx.Node], describe: Callable[[], None]) -> None:
+        self._nodes, self._describe = nodes, describe
         self._lines: dict[str, str] = {}  # many nodes share a stack trace
 
     def __len__(self) -> int:
@@ -290,6 +344,7 @@ class Ops(Sequence[Op]):
         if range(len(self))[index] == len(self._nodes):
             return Op(EPILOGUE, "")
         node = self._nodes[range(len(self))[index]]
+        self._describe()
         trace = node.meta.get("stack_trace") or ""
         if trace not in self._lines:
             self._lines[trace] = user_line(trace)

@@ -1,0 +1,105 @@
+"""What a plan's figures do not need is found when it is asked for, and is then as if it had been found at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import fx
+
+import functionalize as fz
+from functionalize.planning.machines.presets import MACHINES
+from functionalize.planning.timeline import program_memory
+from functionalize.planning.timeline.program_memory import program_timeline
+from functionalize.program import executable
+from functionalize.program.metadata import OpPlaces, read_places
+from functionalize.sweep.summary import Figures
+from functionalize.tape.ownership import ownership_of
+from tests.steps import train
+from tests.sweep.stacks import KINDS, build, inputs
+
+# Found by `evaluate`; `record` is dropped by `describe`.
+EVALUATED = {"val", "tensor_meta", "hint", "sized", "phase", "module", "fsdp"}
+MODELS = ["of all kinds", "tied"]
+
+
+def captured(kinds: str, memory: bool = True) -> Any:
+    step = fz.capture(train, memory=memory)
+    built = build(KINDS[kinds])
+    while step.program is None:
+        step(*built, inputs())
+    return step
+
+
+def metas(graph: fx.Graph, *names: str) -> list[dict[str, str]]:
+    """The metadata of each node as text, without addresses of values: of these names, or of all."""
+    return [
+        {k: str(v) for k, v in n.meta.items() if k != "val" and (not names or k in names)}
+        for n in graph.nodes
+    ]
+
+
+def refuse(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("not asked for")
+
+
+@pytest.mark.parametrize("kinds", MODELS)
+def test_figures_need_no_purposes_and_no_provenance(kinds: str) -> None:
+    with fz.world(4):
+        step = captured(kinds)
+        at_once = step.program.copy()
+        at_once.describe()
+        expected = program_timeline(at_once, step.memory.input_categories)
+        with pytest.MonkeyPatch.context() as patch:
+            for module, name in (
+                (program_memory, "Categories"),
+                (program_memory, "Padding"),
+                (executable, "read_provenance"),
+            ):
+                patch.setattr(module, name, refuse)
+            figures = Figures.of(step.program, step.memory, MACHINES["h100"])
+            assert figures.row["program"] == max(expected.bytes)
+            found = program_timeline(step.program, step.memory.input_categories)
+            assert found.bytes == expected.bytes
+            with pytest.raises(AssertionError, match="not asked for"):
+                _ = found.allocations[-1].category
+        # In another order: the last one first, and one that another is made of.
+        texts = [str(each) for each in reversed(found.allocations)]
+        assert texts[::-1] == [str(each) for each in expected.allocations]
+        assert [found.ops[i] for i in range(len(found.ops))] == list(expected.ops)
+        assert metas(step.program.graph) == metas(at_once.graph)
+        assert all("record" not in n.meta for n in step.program.graph.nodes)
+        assert str(step.program.tape()) == str(at_once.tape())
+
+
+@pytest.mark.parametrize("memory", [True, False])
+@pytest.mark.parametrize("kinds", MODELS)
+def test_modules_and_phases_are_those_of_the_whole_metadata(kinds: str, memory: bool) -> None:
+    """The modules of ops that have none on record follow from calls, or from the makers of autograd's nodes."""
+    with fz.world(4):
+        program = captured(kinds, memory).program
+        others = [program.copy(), program.copy()]
+        read_places(others[0].graph, OpPlaces)
+        read_places(others[1].graph, ownership_of)
+        program.describe()
+    found = [metas(each.graph, "module", "phase", "fsdp") for each in (program, *others)]
+    assert found[0] == found[1] == found[2]
+    assert sum("module" in each for each in found[0]) > len(found[0]) / 2
+
+
+def test_an_evaluated_program_has_what_figures_read_and_keeps_its_records() -> None:
+    with fz.world(4):
+        program = captured("tied").program
+        program.evaluate()
+        calls = [n for n in program.graph.nodes if n.op == "call_function"]
+        assert all({"val", "phase"} <= n.meta.keys() for n in calls)
+        kept = {name for n in calls for name in n.meta} - EVALUATED
+        assert "record" in kept and not kept & {"stack_trace", "seq_nr", "original_aten"}
+        assert program.notes.resolved is None
+        copy = program.copy()  # of an evaluated program: each describes its own nodes
+        values = [n.meta["val"] for n in calls]
+        program.describe()
+        copy.describe()
+        assert metas(copy.graph) == metas(program.graph)
+        assert all(n.meta["val"] is value for n, value in zip(calls, values, strict=True))
+        assert any("stack_trace" in n.meta for n in calls)
