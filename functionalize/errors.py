@@ -113,7 +113,7 @@ class LoadError(FunctionalizeError):
 
 
 class MemoryReportError(FunctionalizeError):
-    """A timeline, or the constants of a device, were requested of a memory report that does not have them."""
+    """What a memory report does not have was requested: a timeline, constants, purposes of a graph that was changed."""
 
 
 class PictureError(FunctionalizeError):

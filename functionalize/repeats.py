@@ -58,7 +58,7 @@ class Repeats:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.nodes = list(graph.nodes)
-        self._calls = _calls(self.nodes)
+        self._calls = calls_of(graph)
         self._keys: list[int] = []  # of a node: equal for the same op and constants
         self._read = array("l")  # the places that nodes read, one node after the other
         self._ends = array("l", [0])  # of a node and all before it, in `_read`
@@ -85,8 +85,7 @@ class Repeats:
 
     def are_of(self, graph: fx.Graph) -> bool:
         """Whether the graph has the nodes that it had, with the same targets and arguments."""
-        now = _calls(graph.nodes)
-        return len(now) == len(self._calls) and all(map(operator.is_, now, self._calls))
+        return are_calls_of(self._calls, graph)
 
     def _look(self) -> None:
         """Fill `_keys`, `_read` and `_ends`."""
@@ -207,9 +206,15 @@ def runs(keys: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         done = at = before + count * period
 
 
-def _calls(nodes: Iterable[fx.Node]) -> list[Any]:
+def calls_of(graph: fx.Graph) -> list[Any]:
     """The nodes and what they call, held: an address of one that is not may be another's later."""
-    return [each for n in nodes for each in (n, n.target, n.args, n.kwargs)]
+    return [each for n in graph.nodes for each in (n, n.target, n.args, n.kwargs)]
+
+
+def are_calls_of(calls: Sequence[Any], graph: fx.Graph) -> bool:
+    """Whether the graph has the same nodes, in the same order, with the same targets and arguments."""
+    now = calls_of(graph)
+    return len(now) == len(calls) and all(map(operator.is_, now, calls))
 
 
 class _IsUnlikeAny(Exception):

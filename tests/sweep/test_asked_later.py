@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import fx
 
 import functionalize as fz
+from functionalize.errors import MemoryReportError
 from functionalize.planning.machines.presets import MACHINES
 from functionalize.planning.timeline import program_memory
 from functionalize.planning.timeline.program_memory import program_timeline
@@ -70,6 +72,20 @@ def test_figures_need_no_purposes_and_no_provenance(kinds: str) -> None:
         assert metas(step.program.graph) == metas(at_once.graph)
         assert all("record" not in n.meta for n in step.program.graph.nodes)
         assert str(step.program.tape()) == str(at_once.tape())
+
+
+def test_purposes_are_refused_of_a_graph_that_was_changed() -> None:
+    def f(a: torch.Tensor) -> torch.Tensor:
+        return (a + 1) * 2
+
+    program = fz.trace(f, torch.ones(4))
+    timeline = program_timeline(program)
+    node = program.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)[0]
+    node.args = node.args[0], 3
+    assert timeline.peak == program_timeline(program).peak
+    with pytest.raises(MemoryReportError, match="the graph of the program was changed after"):
+        _ = timeline.allocations[-1].name
+    assert program_timeline(program).allocations[-1].name == node.name
 
 
 @pytest.mark.parametrize("memory", [True, False])

@@ -23,12 +23,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 from torch import Tensor, fx
 
 from functionalize.analysis.aliases import results, results_of
 from functionalize.analysis.last_write import in_order, last_write
+from functionalize.errors import MemoryReportError
 from functionalize.ir.epilogue import Resize, Set
 from functionalize.ir.generators import is_random
 from functionalize.ir.guards import AliasGuard
@@ -43,11 +44,14 @@ from functionalize.planning.timeline.timeline import (
     Allocation,
     Category,
     Event,
+    LateAllocation,
     Op,
+    Purpose,
     Timeline,
 )
 from functionalize.program.metadata import tensors_of
 from functionalize.program.program import Program
+from functionalize.repeats import are_calls_of, calls_of
 
 EPILOGUE = "epilogue"
 _GENERATOR_BYTES = 5056  # the state of the CPU's generator
@@ -74,36 +78,6 @@ def program_timeline(
     return replace(timeline, uncounted=uncounted)
 
 
-class _Purpose(NamedTuple):
-    """What an `Allocation` has besides its bytes, when it is made and when it is freed."""
-
-    category: Category
-    name: str
-    last_use: int
-    shape: str = ""
-    padding: int = 0
-
-
-class _Allocation(Allocation):
-    """An allocation whose purpose is found when it is first read: it follows from readers anywhere in the graph.
-
-    Peaks and allocators read no purposes. find: returns it; the graph must be as it was when the timeline was made.
-    """
-
-    __slots__ = ("_find",)
-
-    def __init__(self, nbytes: int, made: int, find: Callable[[], _Purpose]) -> None:
-        self.nbytes, self.made, self.freed = nbytes, made, None
-        self._find: Callable[[], _Purpose] | None = find
-
-    def __getattr__(self, name: str) -> Any:  # called for a slot that has no value yet
-        if name not in _Purpose._fields or self._find is None:
-            raise AttributeError(name)
-        self.category, self.name, self.last_use, self.shape, self.padding = self._find()
-        self._find = None
-        return getattr(self, name)
-
-
 class _ReplayMemory:
     """Collects allocations and events, in the order of a replay."""
 
@@ -116,6 +90,7 @@ class _ReplayMemory:
     ) -> None:
         self.program, self.known, self.scratch = program, known, scratch
         self.last = last_write(program)
+        self.calls: list[Any] = []  # of the graph of the timeline
         self.device = _device(self.live.nodes) if device == "auto" else device
         self.end = len(self.live.nodes)  # the index of the epilogue's op
         self.allocations: list[Allocation] = []
@@ -131,7 +106,7 @@ class _ReplayMemory:
         held = self._graph()
         self._epilogue()
         outliving = self._outliving()
-        nodes = self.live.nodes
+        nodes, self.calls = self.live.nodes, calls_of(self.program.graph)
         for storage, result in held:
             if storage not in outliving:
                 self._free(result, self.end)
@@ -153,7 +128,7 @@ class _ReplayMemory:
             specs = [self.program.inputs[i] for i in members]
             if specs[0].device.type != self.device:
                 continue
-            allocation = _Allocation(specs[0].nbytes, BEFORE, partial(self._of_input, members))
+            allocation = LateAllocation(specs[0].nbytes, BEFORE, partial(self._of_input, members))
             self.home.update(dict.fromkeys(members, allocation))
             if allocation.nbytes:
                 self._make(allocation)
@@ -165,7 +140,7 @@ class _ReplayMemory:
             value = node.meta["val"]
             if isinstance(value, Tensor) and value.device.type == self.device:
                 nbytes = value.untyped_storage().nbytes()
-                self._make(_Allocation(nbytes, BEFORE, partial(self._of_constant, node)))
+                self._make(LateAllocation(nbytes, BEFORE, partial(self._of_constant, node)))
 
     def _generator(self) -> Allocation | None:
         """The copy of the generator's state that is restored if a replay fails."""
@@ -186,7 +161,7 @@ class _ReplayMemory:
         for place in range(len(self.live.nodes)):
             while making and making[-1][1].first == place:
                 number, storage = making.pop()
-                found = _Allocation(storage.nbytes, place, partial(self._of_storage, number))
+                found = LateAllocation(storage.nbytes, place, partial(self._of_storage, number))
                 dying[storage.last].append((storage, self._make(found)))
             self._scratch(place)
             for _, dead in dying[place] if place < len(dying) - 1 else ():
@@ -212,6 +187,12 @@ class _ReplayMemory:
 
     @cached_property
     def live(self) -> Liveness:
+        """Made when the timeline is, and again when purposes are asked for."""
+        if self.calls and not are_calls_of(self.calls, self.program.graph):
+            raise MemoryReportError(
+                "the graph of the program was changed after its timeline was made, so the purposes of storages cannot "
+                "be found: read the timeline before, or make a new one by `program_timeline(program)`"
+            )
         return Liveness(self.program.graph, in_order(self.program.graph, self.last))
 
     @cached_property
@@ -235,20 +216,20 @@ class _ReplayMemory:
             found[root] = max(place, found.get(root, BEFORE))
         return found
 
-    def _of_input(self, members: Sequence[int]) -> _Purpose:
+    def _of_input(self, members: Sequence[int]) -> Purpose:
         """The purpose of the storage of these inputs."""
         homes, spec = self.categories.placeholders, self.program.inputs[members[0]]
         category = self.categories.inputs[members[0]]
         sharded = category == Category.SHARDED_PARAMETERS
         padding = self.padding.of_shard(homes[members[0]], spec.nbytes) if sharded else 0
         last = max(self.last_uses[self.live.aliases.of(homes[i])] for i in members)
-        return _Purpose(category, spec.name, last, str(spec.geometry), padding)
+        return Purpose(category, spec.name, last, str(spec.geometry), padding)
 
-    def _of_constant(self, node: fx.Node) -> _Purpose:
+    def _of_constant(self, node: fx.Node) -> Purpose:
         last, look = self.last_uses[self.live.aliases.of(node)], str(geometry_of(node.meta["val"]))
-        return _Purpose(Category.BUFFERS, str(node.target), last, look)
+        return Purpose(Category.BUFFERS, str(node.target), last, look)
 
-    def _of_storage(self, number: int) -> _Purpose:
+    def _of_storage(self, number: int) -> Purpose:
         storage = self.live.storages[number]
         first = storage.nodes[0]
         if not isinstance(first.meta["val"], Tensor) and len(storage.nodes) > 1:
@@ -260,10 +241,10 @@ class _ReplayMemory:
             shape = self.padding.seen(storage)[0]
         padding = self.padding.of(storage)
         last = max(self.uses[node] for node in storage.nodes)
-        return _Purpose(category, name, last, shape, padding)
+        return Purpose(category, name, last, shape, padding)
 
-    def _resized(self, old: Allocation) -> _Purpose:
-        return _Purpose(old.category, old.name, self.end, old.shape)
+    def _resized(self, old: Allocation) -> Purpose:
+        return Purpose(old.category, old.name, self.end, old.shape)
 
     # -- after -------------------------------------------------------------------------------------
 
@@ -284,7 +265,7 @@ class _ReplayMemory:
         old = self.home.get(action.input)
         if old is None or old.nbytes == action.nbytes:
             return
-        new = _Allocation(action.nbytes, self.end, partial(self._resized, old))
+        new = LateAllocation(action.nbytes, self.end, partial(self._resized, old))
         for input, home in list(self.home.items()):
             if home is old:
                 self.home[input] = new

@@ -18,11 +18,11 @@ categories after an event sum up to the live bytes. Linear in events.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 BEFORE = -1  # the op index of allocations from before the step
 
@@ -79,6 +79,36 @@ class Allocation:
     last_use: int
     shape: str = ""
     padding: int = 0
+
+
+class Purpose(NamedTuple):
+    """What an `Allocation` has besides its bytes, when it is made and when it is freed."""
+
+    category: Category
+    name: str
+    last_use: int
+    shape: str = ""
+    padding: int = 0
+
+
+class LateAllocation(Allocation):
+    """An allocation whose purpose is found when it is first read: it follows from readers anywhere in the graph.
+
+    Peaks and allocators read no purposes. find: returns it.
+    """
+
+    __slots__ = ("_find",)
+
+    def __init__(self, nbytes: int, made: int, find: Callable[[], Purpose]) -> None:
+        self.nbytes, self.made, self.freed = nbytes, made, None
+        self._find: Callable[[], Purpose] | None = find
+
+    def __getattr__(self, name: str) -> Any:  # called for a slot that has no value yet
+        if name not in Purpose._fields or self._find is None:
+            raise AttributeError(name)
+        self.category, self.name, self.last_use, self.shape, self.padding = self._find()
+        self._find = None
+        return getattr(self, name)
 
 
 class Event(NamedTuple):
