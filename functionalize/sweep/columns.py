@@ -35,7 +35,7 @@ COLUMNS: tuple[Column, ...] = (
     ("cost", "cost", lambda x: "" if x is None else f"{x:,.0f}" if x >= 100 else f"{x:.3g}"),
     ("planned in", "planned in", human_seconds),
 )
-ASKED = ("days", "cost")  # the columns that are there only if a training run is given
+ASKED = ("days", "cost")  # the columns of a training run, shown only with one
 
 
 def figures_of(row: Mapping[str, Any], items: str) -> dict[str, tuple[float, str]]:
