@@ -1,13 +1,13 @@
 """The search of `fz.tune` for Llama 3 8B, and its choice of what to save beside that of torch's `sac_ilp`.
 
-    python -m benchmarks.tune [--size 8B] [--world 64] [--tokens 2000000] [--layers 4] [--json]
-    python -m benchmarks.tune --layers 0                  the search alone
+    python -m benchmarks.tune [--size 8B] [--world 64] [--tokens 4000000] [--layers 4] [--json]
+    python -m benchmarks.tune --layers 0            the search alone
 
 First: the seconds of a search, how many configurations it compared, how far composed figures were from plans.
 Then, for a layer and several budgets of bytes: torch's `SACEstimator` lists the layer's ops, its solver (`sac_ilp`, by
 pulp's CBC) chooses what to save; `fz.tune`'s choice (HiGHS) may keep as many bytes as torch's keeps. Both are applied
 to a short model and planned. The times of ops are the same for both, those of our model of an H100: torch's estimator
-has none without a GPU. Needs scipy, and for torch's solver pulp.
+has none without a GPU. The comparison needs pulp, which torch imports: `pip install pulp`.
 """
 
 from __future__ import annotations
@@ -177,13 +177,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", default="8B")
     parser.add_argument("--world", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=2_000_000)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=4_000_000)
+    parser.add_argument("--layers", type=int, default=4, help="of the comparison; 0: none")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     if given.layers and importlib.util.find_spec("pulp") is None:
         parser.error(
-            "torch's solver needs pulp: pip install pulp, or --layers 0 for the search alone"
+            "torch's sac_ilp needs pulp, which is not installed: pip install pulp, or --layers 0 for the search alone"
         )
     search = searched(given.size, given.world, given.tokens)
     rows = compared(given.size, given.layers, given.world) if given.layers else []
@@ -193,9 +193,10 @@ def main() -> None:
     print(machine())
     for key, value in search.items():
         print(f"{key:>24}  {value if not isinstance(value, float) else f'{value:,.4g}'}")
+    if not rows:
+        return
     gib, ms = 2**30, 1e3
-    if rows:
-        print("\na layer: bytes kept, recomputed ms; the model: peak GiB, step ms; solved in ms")
+    print("\na layer: bytes kept, recomputed ms; the model: peak GiB, step ms; solved in ms")
     for row in rows:
         for who in ("torch", "ours"):
             print(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,6 +21,15 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
 ]  # names of torch that are used elsewhere
+
+# The device of fakes in host memory beside a planned accelerator, whose own fakes are on the CPU. The one type beside
+# "cpu" and "meta" for which torch's autograd has a stream without a driver; others abort the process (2.11 to 2.13).
+HOST = torch.device("lazy", 0)
+
+
+def accelerators(kinds: Iterable[str]) -> list[str]:
+    """The types of accelerators among types of devices, sorted; host memory of a fake world is none."""
+    return sorted({*kinds} - {"cpu", "meta", HOST.type})
 
 
 class FakeMaker:

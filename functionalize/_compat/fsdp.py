@@ -108,6 +108,13 @@ def fully_sharded_chunks() -> list[tuple[Any, str]]:
     return [(_fsdp_param, "_chunk_with_empty")]
 
 
+def offload_check() -> tuple[Any, str]:
+    """(class, name) of the method by which FSDP2 checks where offloaded parameters are (torch 2.11 to 2.13)."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    return _fsdp_param_group.FSDPParamGroup, "_validate_cpu_offload_params"
+
+
 def mesh_after_forward(ranks: int, mesh_info: Any) -> Any:
     """The mesh of groups of `ranks` to which FSDP2 reshards a parameter of `mesh_info` after its forward.
 

@@ -28,7 +28,7 @@ from functionalize.fake_world.target import Target
 from functionalize.fake_world.world import World
 from functionalize.planning.time.communication import members_of
 from functionalize.step.captured_step import CapturedStep
-from functionalize.sweep.changes import change, check_offload
+from functionalize.sweep.changes import change
 from functionalize.sweep.checks import check_points
 from functionalize.sweep.grid import MODEL_KEYS, AcceptedKeys, Point, of
 from functionalize.sweep.plan import arguments, called, idle_dimensions, items_of, record
@@ -118,8 +118,6 @@ def _recorded(
     with as_usage(PlanError):
         built = called("build", script.build, (), of(keys, users.build))()
         change(built, **of(keys, [key for key in MODEL_KEYS if key not in users.build]))
-        if world.target.name != "cpu":
-            check_offload(built)
         made: Any = ()
         if script.inputs is not None:
             made = called("inputs", script.inputs, (), of(keys, users.inputs))()

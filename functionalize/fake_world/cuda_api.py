@@ -11,7 +11,7 @@ Only a thread with a CUDA target sees any of this. For torch's own modules `torc
 keep their real result: torch would call the driver. A factory accepts `device="cuda"` but no device index: torch parses
 an index before a mode or a patch can replace it.
 All tensors are on one device: `.cpu()` and `.to("cuda")` return the same tensor, and what a program keeps on the host
-(offloaded parameters, pinned batches) counts as device memory.
+(pinned batches) counts as device memory, but for what FSDP2 offloads (`host_memory.py`).
 Refuses (`TargetError`): CUDA graphs and figures that only a driver has.
 """
 
@@ -25,10 +25,12 @@ from typing import Any, Protocol
 
 import torch
 
-from functionalize._compat.fakes import FakeTensor, FakeTensorMode
+from functionalize._compat.fakes import HOST, FakeTensor, FakeTensorMode
 from functionalize._compat.modules import foreach_owners
 from functionalize._compat.stacks import stack_here
 from functionalize.errors import TargetError
+from functionalize.fake_world import host_memory
+from functionalize.fake_world.host_memory import host_for
 from functionalize.util.user_stack import line_of
 
 _CPU = torch.device("cpu")
@@ -66,6 +68,7 @@ def patches(planning: Planning, corrected: Callable[[Any, Any], Any]) -> Iterato
     yield from _meshes(planning)
     yield from _cuda(planning)
     yield from _foreach(planning)
+    yield from host_memory.patches(planning)
 
 
 # -- tensors ---------------------------------------------------------------------------------------------
@@ -99,6 +102,8 @@ def _to(planning: Planning, original: Any) -> Any:
             return original(self, *args, **kwargs)
         if args and (is_cuda(args[0]) or type(args[0]) is int):
             args = (_CPU, *args[1:])
+        elif args and isinstance(args[0], torch.device):
+            args = (host_for(args[0], sys._getframe(1)), *args[1:])
         device = kwargs.get("device")
         if is_cuda(device) or type(device) is int:
             kwargs = {**kwargs, "device": _CPU}
@@ -138,17 +143,20 @@ def _meshes(planning: Planning) -> Iterator[Patch]:
 
 
 def _foreach(planning: Planning) -> Iterator[Patch]:
-    """The functions by which optimizers and clipping decide between foreach and a loop over tensors."""
+    """The functions by which optimizers and clipping decide between foreach, fused and a loop over tensors."""
     name, kinds = "_get_foreach_kernels_supported_devices", "_foreach_supported_types"
+    fused = "_get_fused_kernels_supported_devices"
     for owner in foreach_owners():
-        yield owner, name, _with_cpu(planning, getattr(owner, name))
+        yield owner, name, _with(planning, getattr(owner, name), "cpu")
+        if hasattr(owner, fused):
+            yield owner, fused, _with(planning, getattr(owner, fused), HOST.type)
         if hasattr(owner, kinds):
             yield owner, kinds, [*getattr(owner, kinds), FakeTensor]
 
 
-def _with_cpu(planning: Planning, original: Any) -> Any:
+def _with(planning: Planning, original: Any, device: str) -> Any:
     def supported() -> list[str]:
-        return original() if planning() is None else [*original(), "cpu"]
+        return original() if planning() is None else [*original(), device]
 
     supported.__doc__ = original.__doc__
     return supported

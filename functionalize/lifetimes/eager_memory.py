@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property, partial
 
+from functionalize._compat.fakes import HOST
 from functionalize.lifetimes.lifetimes import Lifetimes
 from functionalize.planning.allocator.alloc_conf import Settings
 from functionalize.planning.allocator.allocator import fsdp2_streams
@@ -31,6 +32,13 @@ class EagerMemory(Memory):
         new = EagerMemory(self.lifetimes)
         vars(new).update(eager=self.eager, constants=constants, settings=settings)
         return new
+
+    @cached_property
+    def host_peak(self) -> int:
+        """The most requested bytes that are live at once in host memory, of a step in a fake world."""
+        if all(seen.device != HOST.type for seen in self.lifetimes.seen):
+            return 0
+        return self.lifetimes.timeline(device=HOST.type).peak
 
     @cached_property
     def eager(self) -> Timeline:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import starmap
 from typing import NamedTuple, overload
 
+from functionalize._compat.fakes import accelerators
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.ir.ops import Geometry, OpRecord, refs_in
 from functionalize.lifetimes.input_categories import Origin
@@ -93,8 +94,13 @@ class Lifetimes:
         made, target = list(starmap(SizeChange, changes)), _target(planned_for, seen)
         return Lifetimes(records, made, seen, origins, gradients, updates, sums, target)
 
-    def timeline(self, scratch: Bytes | None = None, unseen: Bytes | None = None) -> Timeline:
-        """The memory of the step as eager ran it, on the device that it computes on.
+    def timeline(
+        self,
+        scratch: Bytes | None = None,
+        unseen: Bytes | None = None,
+        device: str | None = None,
+    ) -> Timeline:
+        """The memory of the step as eager ran it, on a kind of device; None: on the one that it computes on.
 
         scratch: the bytes that an op allocates and frees inside its kernel.
         unseen: the bytes of an op's last output that its fake kernel makes too small (0: none).
@@ -103,7 +109,8 @@ class Lifetimes:
         payload = {serial: o.payload for serial, o in self.origins.items() if o.payload is not None}
         parameters = {s for s, o in self.origins.items() if o.category in PARAMETERS}
         categories = OpCategories(self.records, phases, self.gradients, payload, parameters)
-        return _TimelineBuilder(self, categories, scratch, self._unseen(unseen)).timeline()
+        builder = _TimelineBuilder(self, categories, scratch, self._unseen(unseen))
+        return builder.timeline(device or self.device)
 
     def _unseen(self, unseen: Bytes | None) -> dict[int, int]:
         """For each storage that a fake kernel makes too small: its bytes with the real kernel."""
@@ -128,14 +135,14 @@ class Lifetimes:
     def device(self) -> str:
         """The kind of device that the step computes on: the accelerator, if any storage is on one."""
         kinds = {seen.device for seen in self.seen}
-        others = sorted(kinds - {"cpu", "meta"})
+        others = accelerators(kinds)
         return others[0] if others else "cpu" if "cpu" in kinds else "meta"
 
 
 def _target(planned: str | None, seen: Sequence[LastSeen]) -> str:
     """Whose kernels ran: the fake world's target, else the accelerator if any storage is on one, else the CPU."""
-    others = {each.device for each in seen} - {"cpu", "meta"}
-    return planned if planned is not None else min(others, default="cpu")
+    others = accelerators(each.device for each in seen)
+    return planned if planned is not None else next(iter(others), "cpu")
 
 
 class _TimelineBuilder:
@@ -154,8 +161,8 @@ class _TimelineBuilder:
         self._made: list[tuple[int, Allocation]] = []
         self._live: dict[int, Allocation] = {}
 
-    def timeline(self) -> Timeline:
-        device, records = self._lifetimes.device, self._lifetimes.records
+    def timeline(self, device: str) -> Timeline:
+        records = self._lifetimes.records
         counted = [seen.device == device for seen in self._lifetimes.seen]
         for serial, origin in self._lifetimes.origins.items():
             if counted[serial]:

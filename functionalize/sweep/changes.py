@@ -3,8 +3,7 @@
     change(built, reshard=False, checkpoint=True)       every wrapped module but the root
     change(built, reshard=8)                            resharded to groups of eight ranks
 
-Refuses (`PlanError`): other values; a result of `build` without a module that `fully_shard` wraps below a root; a model
-that `fully_shard` keeps on the host, since the fake tensors of a plan do not tell the host from the device.
+Refuses (`PlanError`): other values; a result of `build` without a module that `fully_shard` wraps below a root.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 from functionalize._compat.fsdp import mesh_after_forward, reshard_group_to
 from functionalize._compat.graphs import pytree
@@ -85,18 +83,6 @@ def _reshard_to(module: Any, ranks: int, meshes: dict[Any, Any]) -> None:
             except ValueError as error:
                 raise PlanError(f"`reshard` {ranks}: {error}") from None
         reshard_group_to(group, meshes[mesh, ranks])
-
-
-def check_offload(built: Any) -> None:
-    """Raises `PlanError` if `fully_shard` keeps parameters on the host (`CPUOffloadPolicy`)."""
-    groups = [g for root in modules_of(built) for s in fsdp_states(root) for g in groups_of(s)]
-    kept = [group for group in groups if isinstance(group.offload_policy, CPUOffloadPolicy)]
-    if kept:
-        raise PlanError(
-            f"`fully_shard` keeps the parameters of {len(kept)} of {len(groups)} groups of modules on the host "
-            "(`CPUOffloadPolicy`), and a plan of a GPU counts memory of the host as memory of the device: plan the "
-            'model without that policy, or with `pin_memory=False` and `target="cpu"`'
-        )
 
 
 def modules_of(built: Any) -> list[nn.Module]:

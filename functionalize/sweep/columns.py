@@ -22,6 +22,7 @@ COLUMNS: tuple[Column, ...] = (
     ("program", "program", human_bytes),
     ("reserved", "reserved", human_bytes),
     ("device", "device", human_bytes),
+    ("host", "host", human_bytes),
     ("sent", "sent", human_bytes),
     ("step", "step (modelled)", human_seconds),
     ("exposed", "exposed", human_seconds),
@@ -35,7 +36,7 @@ COLUMNS: tuple[Column, ...] = (
     ("cost", "cost", lambda x: "" if x is None else f"{x:,.0f}" if x >= 100 else f"{x:.3g}"),
     ("planned in", "planned in", human_seconds),
 )
-ASKED = ("days", "cost")  # the columns that are there only if a training run is given
+ASKED = ("host", "days", "cost")  # of offloaded tensors, of a training run
 
 
 def figures_of(row: Mapping[str, Any], items: str) -> dict[str, tuple[float, str]]:
@@ -48,13 +49,15 @@ def figures_of(row: Mapping[str, Any], items: str) -> dict[str, tuple[float, str
 
 
 def levels_row(memory: Memory) -> dict[str, Any]:
-    """The bytes of eager's peak at each level."""
+    """The bytes of eager's peak at each level; those in host memory if tensors are offloaded."""
     levels = memory.levels(EAGER)
+    host = {"host": memory.host_peak} if memory.host_peak else {}
     return {
         "peak": levels.requested,
         "allocated": levels.allocated,
         "reserved": levels.reserved,
         "device": levels.device,
+        **host,
     }
 
 

@@ -49,7 +49,7 @@ from functionalize.planning.machines.machine import Machine
 from functionalize.planning.report.memory import Memory
 from functionalize.program.program import Program
 from functionalize.step.captured_step import CapturedStep
-from functionalize.sweep.changes import change, check_offload, modules_of
+from functionalize.sweep.changes import change, modules_of
 from functionalize.sweep.checks import check_functions, check_points, world_of
 from functionalize.sweep.grid import WORLD_KEYS, AcceptedKeys, Point, of, points
 from functionalize.sweep.summary import Figures, Items, Plan, Sweep
@@ -198,9 +198,6 @@ class Planner:
         changes = {key: value for key, value in wanted.items() if key not in self.accepted.build}
         if changes:
             change(built, **changes)
-        assert self._open is not None
-        if self._open.world.target.name != "cpu":
-            check_offload(built)
         return built
 
     def _planned(self, point: Point, now: _Open, start: float) -> Plan:
@@ -228,7 +225,7 @@ class Planner:
                 "no program was made, so time and traffic are not known; the step cannot be captured: "
                 + reason
             ]
-            return self._plan(point, now, start, remarks, memory)
+            return self._plan(point, now, start, remarks + offloaded(now.built, memory), memory)
         recorded, program, _ = captured
         if point.get("passes"):
             import passes  # here, as `passes` imports `functionalize`
@@ -239,6 +236,7 @@ class Planner:
         figures = Figures.of(program, recorded, machine, conf, items, replay)
         _ = figures.row  # computed now: process groups exist only inside the world
         remarks = idle_dimensions(now.world, figures.members)
+        remarks += offloaded(now.built, figures.memory)
         return self._plan(point, now, start, remarks, figures)
 
     def _plan(
@@ -294,6 +292,19 @@ def idle_dimensions(world: World, members: Mapping[str, Sequence[int]]) -> list[
     if several and members and all(len(ranks) == world.size for ranks in members.values()):
         found.append("the mesh is not used: all that is communicated is over all ranks, as without")
     return found
+
+
+def offloaded(built: Any, memory: Memory) -> list[str]:
+    """A remark on tensors that `CPUOffloadPolicy` keeps in host memory, and on how their time is modelled."""
+    if not memory.host_peak:
+        return []
+    groups = (group for root in modules_of(built) for group in fsdp_groups(root))
+    unpinned = any(p.offload_to_cpu and not p.pin_memory for g in groups for p in g.fsdp_params)
+    copies = "; copies of unpinned memory are modelled as of pinned memory" if unpinned else ""
+    return [
+        "offloaded to host memory, which has no limit here: the optimizer is modelled at the peak of a rank's part of "
+        f"its channels{copies}"
+    ]
 
 
 def arguments(built: Any, made: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -29,7 +29,6 @@ _NODES = (1, 2, 4)  # sizes of a group that shards, in nodes
 _DIVISORS = 6  # microbatches that are tried at most
 _DOUBLINGS = 12
 MeshKey = tuple[tuple[str, int], ...]
-_OF_A_FUNCTION = "of `build`, `inputs` or `step`: add it"
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Space:
-    """The axes of a search. batches: those of the caller; None: those that the tokens of a step ask for.
+    """The axes of a search. batches: to search; None: those that `tokens` allow.
 
     accumulates: whether the script accumulates gradients. tokens: of a step over all ranks; None: not fixed.
     """
@@ -80,16 +79,19 @@ class Space:
         has_mesh, has_batch = "mesh" in names[0], any("batch" in found for found in names)
         accumulates = any("accumulate" in found for found in names)
         if meshes is not None and not has_mesh:
-            raise TuneError("`meshes` needs a parameter `mesh` of `build`, a `DeviceMesh`: add it")
+            raise TuneError(_no_parameter("meshes", "`build`", "`mesh` (a DeviceMesh)"))
         if tp is not None and not has_mesh:
-            raise TuneError("`tp` needs a parameter `mesh` of `build`, a `DeviceMesh`: add it")
+            raise TuneError(_no_parameter("tp", "`build`", "`mesh` (a DeviceMesh)"))
         if tp is not None and meshes is not None:
-            raise TuneError("`tp` and `meshes` exclude each other: name these sizes in `meshes`")
+            raise TuneError(
+                f"`tp` adds meshes to those that are searched, and `meshes` replaces them: remove `tp`, and add a last "
+                f"dimension `{TENSOR_PARALLEL}` to each of `meshes` that splits ops"
+            )
         if batches is not None and not has_batch:
-            raise TuneError(f"`batches` needs a parameter `batch` {_OF_A_FUNCTION}")
+            raise TuneError(_no_parameter("batches", "`inputs` or `step`", "`batch`"))
         if tokens is not None and not (has_batch or accumulates):
             raise TuneError(
-                f"`batch_tokens` needs a parameter `batch` or `accumulate` {_OF_A_FUNCTION}"
+                _no_parameter("batch_tokens", "`inputs` or `step`", "`batch` or `accumulate`")
             )
         if not has_mesh:
             left_out.append("mesh: `build` has no parameter `mesh` (a DeviceMesh)")
@@ -103,10 +105,14 @@ class Space:
         node = machine.ranks_per_node or world
         for mesh in own:
             if math.prod(size for _, size in mesh) != world:
-                raise TuneError(f"the mesh {dict(mesh)} is not one of {world:,} ranks")
+                raise TuneError(
+                    f"`meshes`: the sizes of {dict(mesh)} do not multiply to the {world:,} ranks of the world"
+                )
         for size in tp or ():
             if world % size:
-                raise TuneError(f"{world:,} ranks have no groups of {size} for tensor parallelism")
+                raise TuneError(
+                    f"`tp` {size}: sizes of tensor parallelism must divide the {world:,} ranks of the world"
+                )
         found = [
             mesh for size in dict.fromkeys((1, *(tp or ()))) for mesh in _meshes(world, node, size)
         ]
@@ -130,8 +136,8 @@ class Space:
         rounds = round(self.tokens / (each * ranks))
         if rounds < 1:
             raise TuneError(
-                f"a step of {self.tokens:,} is less than one sample for each of {ranks:,} ranks, which has {each:,}: "
-                "use fewer ranks, or more for a step"
+                f"`batch_tokens` {self.tokens:,} is less than one sample of {each:,} on each of {ranks:,} ranks: raise "
+                "`batch_tokens`, or use fewer ranks"
             )
         if not self.accumulates:
             return [Setting(mesh, rounds)]
@@ -142,7 +148,10 @@ class Space:
             last = len(divisors) - 1
             divisors = [divisors[i * last // (_DIVISORS - 1)] for i in range(_DIVISORS)]
         if not divisors:
-            raise TuneError(f"none of the batches {self.batches} divides the {rounds} of a rank")
+            raise TuneError(
+                f"`batches` {self.batches}: none divides the {rounds} samples of a rank in a step; change `batches` or "
+                "`batch_tokens`"
+            )
         return [Setting(mesh, batch, rounds // batch) for batch in divisors]
 
     def reshards_on(self, mesh: MeshKey | None, world: int) -> tuple[bool | int, ...]:
@@ -157,6 +166,10 @@ def _parameters(function: Callable[..., Any] | None) -> frozenset[str]:
     if function is None:
         return frozenset()
     return frozenset(inspect.signature(function).parameters)
+
+
+def _no_parameter(argument: str, function: str, parameter: str) -> str:
+    return f"`{argument}` needs a parameter {parameter} of {function}: add the parameter, or remove `{argument}`"
 
 
 def _meshes(world: int, node: int, tp: int = 1) -> tuple[MeshKey, ...]:

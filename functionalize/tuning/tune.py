@@ -11,8 +11,8 @@ The functions are those of `fz.plan`. What they have parameters for is searched:
     layers of `fully_shard`      below the root: resharding, recomputation of all or of some ops, each layer its own
 
 Invariant: the figures of the answer are those of a plan of exactly that configuration; torch is as before afterwards.
-Refuses (`TuneError`) before anything is recorded: no scipy, an option that cannot be read, an axis that is given and
-that the functions do not have. Refuses then: a limit in which nothing fits.
+Refuses (`TuneError`) before anything is recorded: no scipy, an option that cannot be read, an axis
+without a parameter of the functions. Refuses then: a limit in which nothing fits.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from functionalize.tuning.solver import check_solver
 from functionalize.tuning.space import Space
 from functionalize.tuning.tuned import SearchFacts, Tuned
 from functionalize.tuning.variants import VariantBuilder
+from functionalize.util.gc_pause import older_objects_frozen
 
 OWN = ("mesh", "batch", "accumulate", "variant")  # keys that the search sets
 
@@ -85,7 +86,7 @@ def tune(
         )
     space, builder, say = asked.space, asked.builder, progress or (lambda text: None)
     planner = Planner(builder, step, inputs, asked.accepted)
-    with planner.searching():
+    with older_objects_frozen(), planner.searching():
         script = builder, inputs, step
         short = ShortPlans(planner, script, asked.keys, space, asked.machine, world, say)
         search = Search(short, asked.limit, pipelines, say)
@@ -224,8 +225,8 @@ def _check(
     taken = [key for key in searched if key in OWN or key not in own]
     if taken:
         other = {"mesh": "meshes", "batch": "batches", "passes": "pipelines"}.get(taken[0])
-        hint = f": give `{other}`" if other else ""
-        raise TuneError(f"`{taken[0]}` is searched, it has no single value{hint}")
+        hint = f": set `{other}`" if other else ": remove it"
+        raise TuneError(f"`{taken[0]}` is an axis of the search and has no single value{hint}")
     unknown = [key for key in fixed if key in WORLD_KEYS and key != "rank"]
     assert not unknown, unknown
 

@@ -54,10 +54,16 @@ def test_json(command: Command) -> None:
         (("--limit", "80GB", "--code", "policy.txt"), "the policy is a Python file, which ends in"),
         (("--limit", "80GB", "--mesh", "2x4"), "tune needs the names of a mesh's dimensions"),
         (("--limit", "80GB", "--set", "layer=3"), "no function accepts `layer`"),
-        (("--limit", "80GB", "--set", "reshard=2"), "`reshard` is searched, it has no single"),
+        (
+            ("--limit", "80GB", "--set", "reshard=2"),
+            "`reshard` is an axis of the search and has no",
+        ),
         (("--limit", "80GB", "--rank", "9"), "rank 9 is not in a world of 8 ranks"),
         (("--limit", "80GB", "--target", "abacus"), "there is no target 'abacus'"),
-        (("--limit", "80GB", "--mesh", "shard=4"), "`meshes` needs a parameter `mesh` of `build`"),
+        (
+            ("--limit", "80GB", "--mesh", "shard=4"),
+            "`meshes` needs a parameter `mesh` (a DeviceMesh) of `build`",
+        ),
     ],
 )
 def test_usage_errors(command: Command, args: tuple[str, ...], message: str) -> None:

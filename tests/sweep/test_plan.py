@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
 from functionalize.errors import PlanError, WorldError
@@ -260,23 +260,6 @@ def test_a_point_that_cannot_be_run_says_why():
         fz.plan(build, train, inputs=fails, target="cpu", batch=16)
     with pytest.raises(WorldError, match="rank 2 is not in a world of 2"):
         planned(world=2, rank=2)
-
-
-def offloaded():
-    model = nn.Sequential(Block(), Block())
-    for block in model:
-        fully_shard(block, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    return model, torch.optim.AdamW(model.parameters(), fused=True)
-
-
-def test_a_model_that_is_kept_on_the_host():
-    """On a GPU its plan would be that of a model on the device, without a word."""
-    with pytest.raises(
-        PlanError, match=r"2 of 2 groups of modules on the host \(`CPUOffloadPolicy`"
-    ):
-        fz.plan(offloaded, train, inputs=inputs, world=4)
-    assert fz.plan(offloaded, train, inputs=inputs, world=4, target="cpu").plans[0].cause is None
 
 
 def test_ctrl_c_leaves_no_world():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
@@ -237,6 +238,29 @@ def test_the_end_of_doubling_is_named() -> None:
     assert "not searched: batches above 2,048, which may fit" in found.text()
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_collector_is_as_before(frozen) -> None:
+    """Objects that exist before a search are frozen in it, unless the caller has frozen some, which stay so."""
+    counts = []
+    try:
+        if frozen:
+            gc.freeze()
+        before = gc.get_freeze_count()
+        thresholds = gc.get_threshold()
+        tuned(
+            batch_tokens=1024,
+            pipelines=[],
+            progress=lambda text: counts.append(gc.get_freeze_count()),
+        )
+        assert min(counts) > 10_000
+        assert gc.get_freeze_count() <= before and bool(gc.get_freeze_count()) == frozen
+        with pytest.raises(TuneError):
+            tuned(batch_tokens=1024, limit=1e3)
+        assert bool(gc.get_freeze_count()) == frozen and gc.get_threshold() == thresholds
+    finally:
+        gc.unfreeze()
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -249,17 +273,29 @@ def test_the_end_of_doubling_is_named() -> None:
         ({"world": 0}, "`world` is a positive whole number, not 0"),
         ({"batch_tokens": 1.5}, "`batch_tokens` is a positive whole number, not 1.5"),
         ({"batches": [0]}, r"`batches\[0\]` is a positive whole number, not 0"),
-        ({"batch": 4}, "`batch` is searched, it has no single value: give `batches`"),
-        ({"passes": "default"}, "`passes` is searched, it has no single value: give `pipelines`"),
-        ({"checkpoint": True}, "`checkpoint` is searched"),
+        ({"batch": 4}, "`batch` is an axis of the search and has no single value: set `batches`"),
+        (
+            {"passes": "default"},
+            "`passes` is an axis of the search and has no single value: set `pipelines`",
+        ),
+        (
+            {"checkpoint": True},
+            "`checkpoint` is an axis of the search and has no single value: remove it",
+        ),
         ({"pipelines": ["fly"]}, "no pass `fly`"),
         ({"pipelines": ["default,offload"]}, "`offload` cannot be planned"),
         ({"pipelines": "default"}, "`pipelines` is a list of pipelines, not 'default'"),
         ({"machine": "abacus"}, "no machine `abacus`"),
-        ({"meshes": [{"shard": 3}]}, "the mesh {'shard': 3} is not one of 2 ranks"),
-        ({"tp": [3]}, "2 ranks have no groups of 3 for tensor parallelism"),
+        (
+            {"meshes": [{"shard": 3}]},
+            "`meshes`: the sizes of {'shard': 3} do not multiply to the 2 ranks of the world",
+        ),
+        ({"tp": [3]}, "`tp` 3: sizes of tensor parallelism must divide the 2 ranks"),
         ({"tp": [0]}, r"`tp\[0\]` is a positive whole number, not 0"),
-        ({"tp": [2], "meshes": [{"shard": 2}]}, "`tp` and `meshes` exclude each other"),
+        (
+            {"tp": [2], "meshes": [{"shard": 2}]},
+            "`meshes` replaces them: remove `tp`, and add a last dimension `tp` to each",
+        ),
         ({"flavour": 3}, "no function accepts `flavour`"),
     ],
 )
@@ -275,10 +311,19 @@ def test_options_are_refused_before_anything_is_recorded(monkeypatch, given, mes
 def test_axes_that_the_functions_lack_are_refused() -> None:
     given = {"world": 1, "limit": 1e9, "target": "cpu"}
     for more, message in (
-        ({"meshes": [{"shard": 1}]}, "`meshes` needs a parameter `mesh` of `build`"),
-        ({"batches": [1]}, "`batches` needs a parameter `batch` of `build`, `inputs` or `step`"),
-        ({"batch_tokens": 64}, "`batch_tokens` needs a parameter `batch` or `accumulate`"),
-        ({"tp": [2]}, "`tp` needs a parameter `mesh` of `build`"),
+        (
+            {"meshes": [{"shard": 1}]},
+            r"`meshes` needs a parameter `mesh` \(a DeviceMesh\) of `build`",
+        ),
+        (
+            {"batches": [1]},
+            "`batches` needs a parameter `batch` of `inputs` or `step`: add the parameter, or",
+        ),
+        (
+            {"batch_tokens": 64},
+            "`batch_tokens` needs a parameter `batch` or `accumulate` of `inputs`",
+        ),
+        ({"tp": [2]}, r"`tp` needs a parameter `mesh` \(a DeviceMesh\) of `build`: add"),
     ):
         with pytest.raises(TuneError, match=message):
             fz.tune(plain_build, plain_step, inputs=lambda: torch.randn(1, 16), **given, **more)
@@ -299,13 +344,18 @@ def test_a_limit_in_which_nothing_fits() -> None:
             target="cpu",
         )
     with pytest.raises(
-        TuneError, match="a step of 100 is less than one sample for each of 2 ranks"
+        TuneError,
+        match="`batch_tokens` 100 is less than one sample of 128 on each of 2 ranks: raise",
     ):
         tuned(batch_tokens=100)
-    with pytest.raises(TuneError, match="less than one sample for each of 4 ranks"):  # on no mesh
+    with pytest.raises(
+        TuneError, match="less than one sample of 128 on each of 4 ranks"
+    ):  # on no mesh
         tuned(batch_tokens=100, world=4)
     space = Space((None,), (True,), True, True, (3, 5), 64, ())
-    with pytest.raises(TuneError, match=r"none of the batches \(3, 5\) divides the 32 of a rank"):
+    with pytest.raises(
+        TuneError, match=r"`batches` \(3, 5\): none divides the 32 samples of a rank"
+    ):
         space.settings(None, 1, 2)
 
 

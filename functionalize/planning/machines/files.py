@@ -27,7 +27,7 @@ from functionalize.planning.machines.presets import MACHINE_OF, MACHINES
 
 FORMAT = "functionalize machine 1"
 _NUMBERS = ("flops", "memory_bandwidth", "link_bandwidth", "latency", "overhead")
-_RATES = ("host_bandwidth", "internode_bandwidth", "oversubscription")
+_RATES = ("host_bandwidth", "internode_bandwidth", "oversubscription", "host_memory_bandwidth")
 _COUNTS = ("ranks_per_node", "memory", "rails", "ranks_per_pod")
 
 
@@ -92,7 +92,7 @@ def _plain(machine: Machine) -> dict[str, Any]:
         if field.name not in ("matrix_flops", "outside", "efficiency", "host", "algorithms")
     }
     for name in _RATES:
-        found[name] = found[name] if math.isfinite(found[name]) else None
+        found[name] = found[name] if math.isfinite(found[name] or 0.0) else None
     return {
         **found,
         "matrix_flops": {str(dtype).removeprefix("torch."): n for dtype, n in machine.matrix_flops},

@@ -69,6 +69,7 @@ class Machine:
     latency: seconds before a collective transfers its first byte.
     overhead: seconds per op, at least.
     host_bandwidth: bytes/s, one way, between the device and its host.
+    host_memory_bandwidth: bytes/s between the host and its memory, for each rank of the host; None: not known.
     matrix_flops: (dtype, FLOP/s) pairs.
     ranks_per_node: the number of ranks that `link_bandwidth` connects; None: all.
     internode_bandwidth: bytes/s, one way, of each rank's own network adapter.
@@ -104,13 +105,14 @@ class Machine:
     rails: int | None = None
     ranks_per_pod: int | None = None
     oversubscription: float = 1.0
+    host_memory_bandwidth: float | None = None
 
     def __repr__(self) -> str:
         constants = ((f.name, getattr(self, f.name)) for f in fields(self))
         numbers = (
             f"{name} {value:g}"
             for name, value in constants
-            if type(value) in (int, float) and value != 1
+            if type(value) in (int, float) and value != 1 and name not in ("latency", "overhead")
         )
         return f"<Machine: {', '.join(numbers)}; {self.efficiency.origin}>"
 

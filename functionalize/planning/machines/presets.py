@@ -17,6 +17,11 @@ connects all nodes at full bandwidth: set `ranks_per_pod` and `oversubscription`
     l40s    91.6, 362, 733                48 GB GDDR6, ECC     PCIe 4              4 adapters of 400 Gb/s
     4090    82.6, 165, 330                24 GB GDDR6X         PCIe 4              one adapter of 100 Gb/s
 
+Host memory, for each of eight ranks: a quarter of a socket's channels at their peak (no share was found). DGX A100:
+EPYC 7742, 8 x DDR4-3200, 204.8 GB/s; DGX H100: Xeon 8480C, 8 x DDR5-4800, 307.2 GB/s; DGX B200: Xeon 8570, 8 x
+DDR5-5600, 358.4 GB/s (data sheets of the CPUs). Assumed: two EPYC 9004 (12 x DDR5-4800, 460.8 GB/s) for MI300X, the
+host of DGX A100 for L40S and 4090.
+
 cpu: two cores of a server CPU of the 2020s, ranks on one host over gloo; measured: `mm` of 1024 x 1024 floats,
 `add` of 64 MiB, an all-gather of 16 MiB on two ranks, an op on four floats; rounded.
 Refuses (`PassError`): an unknown name.
@@ -31,6 +36,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from functionalize._compat.fakes import accelerators
 from functionalize.errors import PassError
 from functionalize.planning.machines import published
 from functionalize.planning.machines.efficiency import Efficiency
@@ -59,12 +65,13 @@ def _gpu(
     attention: str | None = None,
     efficiency: Efficiency = published.PCIE,
     rails: int | None = None,
+    socket: float = 204.8e9,
 ) -> Machine:
     """A GPU of a node with eight.
 
     half: FLOP/s of 16-bit matmuls; eighth: of 8-bit ones, None: not supported. bandwidth, link, host, adapter: bytes/s
     of the device's memory, to other GPUs, to the host, of an adapter to other nodes. memory: GiB. rails: the adapters
-    of a node; None: one for each GPU.
+    of a node; None: one for each GPU. socket: bytes/s of the memory of one of the host's two CPUs.
     """
     rates = [(torch.bfloat16, half), (torch.float16, half)]
     if eighth is not None:
@@ -86,24 +93,43 @@ def _gpu(
         efficiency=efficiency,
         algorithms=published.NCCL,
         rails=rails,
+        host_memory_bandwidth=socket / 4,
     )
 
 
 _H100 = _gpu(
-    67e12, 989e12, 3.35e12, 450e9, 64e9, 50e9, 79.11, (9, 0), HOPPER, 1979e12, None, published.H100
+    67e12,
+    989e12,
+    3.35e12,
+    450e9,
+    64e9,
+    50e9,
+    79.11,
+    (9, 0),
+    HOPPER,
+    1979e12,
+    None,
+    published.H100,
+    None,
+    307.2e9,
 )
 # fmt: off
 MACHINES: Mapping[str, Machine] = types.MappingProxyType(
     {
         "cpu": Machine(
-            150e9, 40e9, 0.5e9, 250e-6, 3e-6, 40e9, ((torch.bfloat16, 350e9),), streams=False, outside=None
+            150e9, 40e9, 0.5e9, 250e-6, 3e-6, 40e9, ((torch.bfloat16, 350e9),), streams=False, outside=None,
+            host_memory_bandwidth=40e9,
         ),
         "a100": _gpu(19.5e12, 312e12, 2.04e12, 300e9, 32e9, 25e9, 79.14, (8, 0), _AMPERE, None, None, published.A100),
         "h100": _H100,
         "h200": replace(_H100, memory_bandwidth=4.8e12, memory=int(139.7 * _GIB)),
-        "b200": _gpu(80e12, 2250e12, 8e12, 900e9, 64e9, 50e9, 178.3, (10, 0), HOPPER, 4500e12, None, published.B200),
+        "b200": _gpu(
+            80e12, 2250e12, 8e12, 900e9, 64e9, 50e9, 178.3, (10, 0), HOPPER, 4500e12, None, published.B200, None,
+            358.4e9
+        ),
         "mi300x": _gpu(
-            163.4e12, 1307e12, 5.3e12, 448e9, 64e9, 50e9, 191.9, (9, 4), _AMD, 2615e12, "flash", published.MI300X
+            163.4e12, 1307e12, 5.3e12, 448e9, 64e9, 50e9, 191.9, (9, 4), _AMD, 2615e12, "flash", published.MI300X, None,
+            460.8e9
         ),
         "l40s": _gpu(91.6e12, 362e12, 0.864e12, 32e9, 32e9, 50e9, 44.4, (8, 9), _PCIE, 733e12, rails=4),
         "4090": _gpu(82.6e12, 165e12, 1.008e12, 32e9, 32e9, 12.5e9, 23.64, (8, 9), _PCIE, 330e12, rails=1),
@@ -119,7 +145,7 @@ def machine_named(name: str, graph: fx.Graph | None = None) -> Machine:
     if name == "auto":
         nodes = graph.nodes if graph is not None else ()
         devices = {t.device.type for n in nodes for t in tensors_of(n.meta.get("val"))}
-        name = MACHINE_OF["cuda" if devices - {"cpu", "meta"} else "cpu"]
+        name = MACHINE_OF["cuda" if accelerators(devices) else "cpu"]
     if name not in MACHINES:
         raise PassError(f"no machine `{name}`; there are auto, {', '.join(sorted(MACHINES))}")
     return MACHINES[name]

@@ -7,7 +7,6 @@
     memory.difference()                      why the two peaks differ: by category, and by storages
     memory.top(10)                           the largest storages of the peak: where made, last used and freed
     memory.by_module(), by_op(), by_line(), by_phase()       the bytes of the peak, by the op that made them
-    memory.to_json()
 
     requested   the sizes of storages                      exact: the timelines
     allocated   each storage rounded up to 512 bytes       as in CUDA's caching allocator
@@ -125,6 +124,7 @@ class MemoryFigures:
     `declared(...)` returns it. settings: the settings of the simulated allocator; None: the defaults.
     stream_of: returns the stream on which eager allocates a storage; None: one stream.
     caching: False on a CPU, whose allocator keeps no freed memory: allocated and reserved bytes are the requested ones.
+    host_peak: the most requested bytes of offloaded tensors in host memory, beside the device.
     """
 
     eager: Timeline | None = None
@@ -133,6 +133,7 @@ class MemoryFigures:
     settings: Settings | None = None
     stream_of: StreamOf | None = None
     caching: bool = True
+    host_peak: int = 0
 
     def __repr__(self) -> str:
         peaks = [f"{name} {human_bytes(each.peak)}" for name, each in self.timelines.items()]
@@ -237,8 +238,7 @@ class MemoryFigures:
             settings = replace(self.settings or Settings(), limit=left)
             return Fit(self.simulated(of, settings).peak + levels.constants, None)
         except PlannedOutOfMemoryError as error:
-            constants = human_bytes(levels.constants)
-            beside = f" ({constants} of the device's are declared constants)"
+            beside = f" ({human_bytes(levels.constants)} of the device's are declared constants)"
             return Fit(levels.device, f"{error}{beside if levels.constants else ''}")
 
     @cached_property
@@ -308,6 +308,7 @@ class MemoryFigures:
         self.timeline()
         found: dict[str, Any] = {
             "constants": [constant._asdict() for constant in self.constants],
+            "host": self.host_peak,
             "timelines": {name: self._json(name, k, timelines) for name in self.timelines},
         }
         if len(self.timelines) == 2:

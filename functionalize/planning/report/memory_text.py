@@ -53,6 +53,9 @@ def _levels(memory: MemoryFigures) -> str:
         )
     if memory.constants:
         rows.append(("  device", *(human_bytes(each.device) for each in levels)))
+    if memory.host_peak:
+        host = [human_bytes(memory.host_peak) if n == EAGER else "" for n in memory.timelines]
+        rows.append(("  host memory (requested)", *host))
     return _table(rows)
 
 

@@ -8,6 +8,7 @@
     views, waits, numbers, inputs             0
     collectives                               latency + bytes sent / link_bandwidth (`step_time.py` also models nodes)
     copies from one device to another         overhead + bytes / host_bandwidth
+    ops on offloaded tensors                  overhead + bytes / host_memory_bandwidth (`host_work.py`)
     everything else                           overhead + max(flops / FLOP/s, bytes moved / memory_bandwidth)
 
 FLOP/s and bandwidths are the machine's peaks times its efficiency for this kind of kernel and this size
@@ -34,6 +35,7 @@ from functionalize.ir.ops import geometry_of
 from functionalize.ir.waits import WAIT
 from functionalize.planning.machines.efficiency import COLLECTIVE, MEMORY, SUSTAINED
 from functionalize.planning.machines.machine import Machine
+from functionalize.planning.time.host_work import host_seconds, on_host
 from functionalize.planning.time.kernels import kind_of_kernel
 from functionalize.program.metadata import tensors_of
 
@@ -142,6 +144,8 @@ def seconds(node: fx.Node, machine: Machine) -> float:
 def op_seconds(node: fx.Node, machine: Machine, flops: int, nbytes: int) -> float:
     """The modelled time of an op that is neither free nor a collective; flops, nbytes: of that op."""
     made = _first(node.meta.get("val"))
+    if on_host(node):
+        return host_seconds(node, machine, flops, nbytes)
     read = next((t for n in node.all_input_nodes for t in tensors_of(n.meta.get("val"))), None)
     if made is not None and read is not None and made.device.type != read.device.type:
         return machine.overhead + nbytes / 2 / machine.host_bandwidth  # nbytes: read + written

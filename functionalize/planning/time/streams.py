@@ -18,7 +18,8 @@ starts, not the place of a collective in the program.
   in the program than the all-gather (after the `prefetch` pass), the all-gather does not wait for it.
 - Compute waits for its inputs. In backward, before it packs gradients, it waits for the previous reduce-scatter (as
   eager does with its default of one input buffer).
-- Casts and sums of reduced gradients run on the stream of their reduction; compute waits for them after the backward.
+- Casts, sums and copies to the host of reduced gradients run on the stream of their reduction; compute waits for them
+  after the backward. Ops on the host run on the compute stream, as their thread issues no kernel meanwhile.
 
 replay: a collective starts after all compute that precedes it in the program, as on one stream, and compute waits at
 every `wait_tensor`. The captured program has the forward's all-gathers where eager issues them, right before their
@@ -62,6 +63,7 @@ from functionalize.planning.time.communication import (
     traffic_of,
 )
 from functionalize.planning.time.costs import is_collective, is_free, op_seconds
+from functionalize.planning.time.host_work import check_collective, on_host
 
 aten = torch.ops.aten
 
@@ -198,6 +200,7 @@ class _SerialSchedule:
             on_a_node = group.on_a_node(machine.ranks_per_node)
             spread = group.size, on_a_node, group.across(machine.ranks_per_pod)
             self._spread[group.name] = spread
+        check_collective(node, traffic.sent)
         seconds = machine.collective_seconds(traffic.kind, traffic.sent, *spread)
         at = max(at, self.link[group.name])
         end = self._add(stream, node, at, seconds, True, 0, traffic.sent)
@@ -278,6 +281,8 @@ class _Fsdp2Schedule(_SerialSchedule):
             group = traffic_of(gather, self.groups).group
             return self.compute(f"{ALL_GATHER} copy-in {group}", node, max(at, self._gate(gather)))
         stream = self._where_reduced(node)
+        if stream is not None and on_host(node):
+            stream = None  # the thread that issues kernels waits for the copy, and then for this
         if stream is not None:
             self.reduced[node] = stream
             self.all_reduced = max(self.all_reduced, end := self.compute(stream, node, at))

@@ -27,6 +27,7 @@ from typing import Any, overload
 
 from torch import Tensor, fx
 
+from functionalize._compat.fakes import accelerators
 from functionalize.analysis.aliases import results, results_of
 from functionalize.analysis.last_write import in_order, last_write
 from functionalize.errors import MemoryReportError
@@ -377,4 +378,4 @@ def _device(nodes: Sequence[fx.Node]) -> str:
     """The type of the accelerator on which an input, a constant or a factory's result is, else "cpu"."""
     begin = (n for n in nodes if n.op != "call_function" or "device" in n.kwargs)
     kinds = (t.device.type for n in begin for t in tensors_of(n.meta.get("val")))
-    return next((kind for kind in kinds if kind not in ("cpu", "meta")), "cpu")
+    return next(iter(accelerators(kinds)), "cpu")
