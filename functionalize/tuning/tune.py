@@ -39,7 +39,6 @@ from functionalize.tuning.solver import check_solver
 from functionalize.tuning.space import Space
 from functionalize.tuning.tuned import SearchFacts, Tuned
 from functionalize.tuning.variants import VariantBuilder
-from functionalize.util.gc_pause import older_objects_frozen
 
 OWN = ("mesh", "batch", "accumulate", "variant")  # keys that the search sets
 
@@ -86,7 +85,7 @@ def tune(
         )
     space, builder, say = asked.space, asked.builder, progress or (lambda text: None)
     planner = Planner(builder, step, inputs, asked.accepted)
-    with older_objects_frozen(), planner.searching():
+    with planner.searching():
         script = builder, inputs, step
         short = ShortPlans(planner, script, asked.keys, space, asked.machine, world, say)
         search = Search(short, asked.limit, pipelines, say)

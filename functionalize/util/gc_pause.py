@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 _NEVER = 2**30
@@ -55,19 +53,3 @@ class only_young_collections:
 
     def __del__(self) -> None:
         _THRESHOLDS.restore(id(self))
-
-
-@contextmanager
-def older_objects_frozen() -> Iterator[None]:
-    """A context: inside, collections skip the objects that existed before it, unless the caller has frozen some.
-
-    `gc.unfreeze` thaws every object, so what a caller froze could not be restored.
-    """
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

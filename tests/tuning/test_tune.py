@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 
 import pytest
@@ -236,29 +235,6 @@ def test_the_end_of_doubling_is_named() -> None:
     )
     assert found.best.setting.batch == 2048
     assert "not searched: batches above 2,048, which may fit" in found.text()
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_the_collector_is_as_before(frozen) -> None:
-    """Objects that exist before a search are frozen in it, unless the caller has frozen some, which stay so."""
-    counts = []
-    try:
-        if frozen:
-            gc.freeze()
-        before = gc.get_freeze_count()
-        thresholds = gc.get_threshold()
-        tuned(
-            batch_tokens=1024,
-            pipelines=[],
-            progress=lambda text: counts.append(gc.get_freeze_count()),
-        )
-        assert min(counts) > 10_000
-        assert gc.get_freeze_count() <= before and bool(gc.get_freeze_count()) == frozen
-        with pytest.raises(TuneError):
-            tuned(batch_tokens=1024, limit=1e3)
-        assert bool(gc.get_freeze_count()) == frozen and gc.get_threshold() == thresholds
-    finally:
-        gc.unfreeze()
 
 
 @pytest.mark.parametrize(
