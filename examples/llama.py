@@ -15,7 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 VOCABULARY = 128_256
 
@@ -110,20 +115,22 @@ def build(
     layers: int | None = None,
     fused: bool = True,
     mesh: DeviceMesh | None = None,
+    offload: bool = False,
 ):
     """The sharded model of a size, and its optimizer.
 
     layers: None for all layers of that size. mesh: of one dimension (sharded), or two (replicated, sharded); None: all
-    ranks shard.
+    ranks shard. offload: keep parameters, gradients and the optimizer's state in host memory.
     """
     shape = SHAPES[size]
     if layers is not None:
         shape = Shape(layers, shape.width, shape.hidden, shape.heads, shape.key_heads)
     model = Llama(shape)
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    where = CPUOffloadPolicy() if offload else OffloadPolicy()
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=precision)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
+        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=where)
+    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=where)
     return model, torch.optim.AdamW(model.parameters(), lr=3e-4, fused=fused)
 
 

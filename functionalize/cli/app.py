@@ -313,6 +313,12 @@ def tune(
     tp: Annotated[
         str | None, typer.Option(metavar="2,4,8", help="Sizes of tensor parallelism to try, too.")
     ] = None,
+    offload: Annotated[
+        bool | None,
+        typer.Option(
+            "--offload/--no-offload", help="The only value of it to try.", show_default="both"
+        ),
+    ] = None,
     passes: Annotated[
         list[str] | None,
         typer.Option(metavar="PIPELINE", help="To run on the best's program; repeatable."),
@@ -331,5 +337,6 @@ def tune(
     Example: [bold]functionalize tune train.py --world 64 --limit h100 --batch-tokens 1M --code policy.py[/]
     """
     run, size = training(tokens, price), _size(limit)
-    given = (size, batch_tokens, batches, passes, top, machine, alloc_conf or None, tp, run, code)
+    conf = alloc_conf or None
+    given = (size, batch_tokens, batches, passes, top, machine, conf, tp, run, code, offload)
     tune_command.tune(out, job, tune_command.TuneOptions(*given))

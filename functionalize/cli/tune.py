@@ -28,7 +28,8 @@ class TuneOptions:
     """The options of the command.
 
     limit: bytes of a device. tokens: of a step, as text. batches, tp: lists as text. pipelines: to run on the best's
-    program. top: settings that are planned whole. training: a run whose days and cost are asked for. code: a file.
+    program. top: settings that are planned whole. training: a run whose days and cost are shown. code: a file.
+    offload: its only value to try.
     """
 
     limit: int | None
@@ -41,6 +42,7 @@ class TuneOptions:
     tp: str | None = None
     training: Training | None = None
     code: str | None = None
+    offload: bool | None = None
 
     def check(self, job: Job) -> None:
         """Raises `UsageError` for options that are invalid or contradict each other."""
@@ -96,6 +98,7 @@ def tune(out: Out, job: Job, options: TuneOptions) -> None:
         "meshes": [sizes] if sizes else None,
         "batches": number_list(options.batches, "batches"),
         "tp": number_list(options.tp, "tp"),
+        "offload": options.offload,
         "pipelines": ("default",) if options.pipelines is None else options.pipelines,
         "top": options.top,
         "target": job.target,

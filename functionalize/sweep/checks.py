@@ -73,8 +73,8 @@ def check_pipeline(pipeline: Any) -> None:
 
         if any(each.name == "offload" for each in parse(pipeline)):
             raise PassError(
-                "`offload` cannot be planned: the tensors of a fake world are on the CPU, so that memory of the host "
-                "and of the device are not told apart. Leave it out, or give it to `fz.capture` on a GPU"
+                "the pass `offload` cannot be planned: it moves values of an accelerator, and the tensors of a fake "
+                "world are on the CPU. Leave it out, or use it in `fz.capture` on a GPU; plan CPUOffloadPolicy"
             )
 
 

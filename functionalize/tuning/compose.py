@@ -26,7 +26,7 @@ class StepNumbers:
     """The figures of a planned step: requested bytes of eager's peak, modelled seconds.
 
     backward: seconds of the backward in which communication is exposed inside layers, not before the first or after
-    the last. optimizer: seconds of the optimizer.
+    the last. optimizer: seconds of the optimizer. host: bytes in host memory.
     """
 
     peak: float
@@ -34,6 +34,7 @@ class StepNumbers:
     exposed: float
     backward: float
     optimizer: float
+    host: float = 0.0
 
     def plus(self, other: StepNumbers, times: float = 1.0) -> StepNumbers:
         """The sum, the other one taken so many times."""

@@ -25,6 +25,10 @@ from functionalize.sweep.changes import set_reshard
 from functionalize.tuning import applied
 
 Mesh = Mapping[str, int]
+_OFFLOAD = tuple(
+    f"  # `build` passes offload_policy={name}() to each `fully_shard`"
+    for name in ("OffloadPolicy", "CPUOffloadPolicy")
+)
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,15 @@ class EagerPolicy:
     """How a model is run eagerly.
 
     batch: of one rank and microbatch. accumulate: microbatches of a step. mesh: None: one dimension of all ranks.
-    layers: fully qualified name of a module -> its policy.
+    layers: fully qualified name of a module -> its policy. offload: whether the `offload_policy` of `fully_shard` is
+    `CPUOffloadPolicy()`; None: as `build` has it.
     """
 
     batch: Any = None
     accumulate: int = 1
     mesh: Mesh | None = None
     layers: Mapping[str, LayerPolicy] = field(default_factory=dict)
+    offload: bool | None = None
 
     def __repr__(self) -> str:
         ways = len({*self.layers.values()})
@@ -83,7 +89,8 @@ class EagerPolicy:
 
     def _head(self) -> str:
         mesh = " x ".join(f"{name} {size}" for name, size in (self.mesh or {}).items())
-        return f"batch {self.batch} x {self.accumulate}, {mesh or 'all ranks shard'}"
+        offloaded = ", CPUOffloadPolicy()" if self.offload else ""
+        return f"batch {self.batch} x {self.accumulate}, {mesh or 'all ranks shard'}{offloaded}"
 
     def apply(self, model: nn.Module) -> None:
         """Checkpoint and reshard the layers of a model, in place, before its first forward."""
@@ -127,6 +134,11 @@ class EagerPolicy:
             f"BATCH = {self.batch!r}  # of one rank and microbatch",
             f"ACCUMULATE = {self.accumulate!r}  # microbatches of a step",
             f"MESH = {dict(self.mesh) if self.mesh else None!r}",
+            *(
+                []
+                if self.offload is None
+                else [f"OFFLOAD = {self.offload}{_OFFLOAD[self.offload]}"]
+            ),
             "# Layer -> the results that it saves: op -> which of its calls. The rest is computed again in backward.",
             f"SAVED = {_shown(saved)}",
             "# Layer -> its `reshard_after_forward`.",

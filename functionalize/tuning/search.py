@@ -23,7 +23,7 @@ from functionalize.sweep.summary import Figures, Items, Plan
 from functionalize.tuning.compose import LayerAssignment, StepNumbers, options, solved
 from functionalize.tuning.policy import EagerPolicy, LayerPolicy
 from functionalize.tuning.short_plans import ShortPlans, unusable
-from functionalize.tuning.space import TENSOR_PARALLEL, MeshKey, Setting
+from functionalize.tuning.space import TENSOR_PARALLEL, Setting
 from functionalize.tuning.variants import Variant
 
 _BUDGETS = tuple(1 - i / 20 for i in range(16))  # of what is left: the frontier
@@ -46,7 +46,8 @@ class Candidate:
 
     assigned: the options of its layers. peak: requested bytes of eager. seconds: of a step. items: tokens or samples
     that a rank trains on in it, shared ones divided. exposed, recompute: seconds of it. lacks: bytes that it has too
-    many. plan: it as it was planned; all figures are the plan's then. refused: why the plan does not fit, or failed.
+    many. host: bytes in host memory. plan: it as it was planned; all figures are the plan's then. refused: why the plan
+    does not fit, or failed.
     """
 
     setting: Setting
@@ -59,6 +60,7 @@ class Candidate:
     recompute: float
     lacks: float
     composed: Composed
+    host: float
     plan: Plan | None = None
     refused: str | None = None
 
@@ -82,8 +84,8 @@ class Candidate:
 class Search:
     """One search. limit: bytes of a device. pipelines: run on the program of the best.
 
-    candidates: found so far. failed: mesh -> why it cannot be planned. margins: batch -> bytes that the
-    allocator cannot use, of plans that did not fit. programs: setting -> pipeline -> the plan of its best after that.
+    candidates: found so far. failed: place -> why it cannot be planned. margins: batch and offload -> bytes that
+    the allocator cannot use, of plans that did not fit. programs: setting -> pipeline -> the plan of its best after it.
     largest: the batch at which doubling ended, though larger ones may fit.
     """
 
@@ -92,9 +94,9 @@ class Search:
     pipelines: Sequence[str]
     say: Callable[[str], None]
     candidates: list[Candidate] = field(default_factory=list)
-    failed: dict[MeshKey | None, str] = field(default_factory=dict)
+    failed: dict[Setting, str] = field(default_factory=dict)
     items: Items | None = None
-    margins: dict[int | None, float] = field(default_factory=dict)
+    margins: dict[tuple[int | None, bool | None], float] = field(default_factory=dict)
     planned: int = 0
     largest: int | None = None
     programs: dict[Setting, dict[str, Plan]] = field(default_factory=dict)
@@ -104,30 +106,30 @@ class Search:
 
     def compose(self) -> None:
         """Find the settings, and the candidates of each."""
-        meshes = self.short.space.meshes
-        for mesh in meshes:
+        places = self.short.space.places
+        for place in places:
             try:
-                self._settings += self._settings_on(mesh)
+                self._settings += self._settings_at(place)
             except Exception as error:  # of the script, too, which may not take each mesh
                 kind = "" if isinstance(error, FunctionalizeError) else f"{type(error).__name__}: "
-                self.failed[mesh] = kind + (str(error).splitlines() or [""])[0]
-                if len(self.failed) == len(meshes):  # the same for each, as a rule
+                self.failed[place] = kind + (str(error).splitlines() or [""])[0]
+                if len(self.failed) == len(places):  # the same for each, as a rule
                     raise
         self._compose()
 
-    def _settings_on(self, mesh: MeshKey | None) -> list[Setting]:
-        items, space = self.short.first(mesh), self.short.space
+    def _settings_at(self, place: Setting) -> list[Setting]:
+        items, space = self.short.first(place), self.short.space
         each, ranks = 1, self.short.world
         if items is not None:
             each, ranks = items.number, ranks // items.ranks
             self.items = items
-            split = dict(mesh or ()).get(TENSOR_PARALLEL, 1)
+            split = dict(place.mesh or ()).get(TENSOR_PARALLEL, 1)
             if items.ranks % split:
                 raise TuneError(
                     f"`build` shards parameters over the dimension `{TENSOR_PARALLEL}` of its mesh, too, and splits no "
                     "op over it: give `fully_shard` the other dimensions, and `parallelize_module` this one"
                 )
-        found = space.settings(mesh, each, ranks)
+        found = space.settings(place, each, ranks)
         if space.batches is not None or space.tokens is not None:
             return found
         # Batches by doubling, until one does not fit even if every layer is recomputed.
@@ -145,7 +147,7 @@ class Search:
 
     def margin(self, setting: Setting) -> float:
         """The bytes that the allocator cannot use, as far as plans have shown."""
-        return max(self.margins.get(setting.batch, 0.0), self.short.spare)
+        return max(self.margins.get((setting.batch, setting.offload), 0.0), self.short.spare)
 
     def _left(self, setting: Setting) -> float:
         """Requested bytes that a candidate may have."""
@@ -154,10 +156,10 @@ class Search:
     def _compose(self) -> None:
         """All candidates, with the margin as it is now; those that were planned stay."""
         self.candidates = [each for each in self.candidates if each.plan is not None]
-        by_mesh: dict[MeshKey | None, list[Setting]] = {}
+        by_place: dict[Setting, list[Setting]] = {}
         for setting in self._settings:
-            by_mesh.setdefault(setting.mesh, []).append(setting)
-        for ends in by_mesh.values():
+            by_place.setdefault(setting.place, []).append(setting)
+        for ends in by_place.values():
             self.short.prepare(ends)
             for setting in ends:
                 self._compose_at(setting, ends)
@@ -200,7 +202,7 @@ class Search:
         names = [name for run in self.short.runs for name in run.names]
         layers = dict(zip(names, (o.policy for run in assigned.runs for o in run), strict=True))
         mesh = dict(setting.mesh) if setting.mesh else None
-        policy = EagerPolicy(setting.batch, setting.accumulate, mesh, layers)
+        policy = EagerPolicy(setting.batch, setting.accumulate, mesh, layers, setting.offload)
         if any(each.policy == policy for each in self.candidates):
             return
         peak = assigned.peak(base.peak, beside)
@@ -217,6 +219,7 @@ class Search:
             assigned.recompute,
             max(peak - self._left(setting), 0.0),
             Composed(peak, seconds, base.exposed, assigned.recompute),
+            base.host,
         )
         self.candidates.append(found)
 
@@ -261,6 +264,7 @@ class Search:
             seconds=time.seconds,
             exposed=time.exposed,
             recompute=sum(p.compute for p in time.phases if p.phase == "recompute"),
+            host=memory.host_peak,
             refused=fit.refused,
             lacks=max(fit.nbytes - self.limit, 0.0) if fit.refused else 0.0,
         )
@@ -268,7 +272,8 @@ class Search:
             # What this plan needs beyond what was composed, others are assumed to need, too.
             more = max(memory.levels(EAGER).requested - chosen.composed.peak, 0.0)
             before = self.margin(chosen.setting)
-            self.margins[chosen.setting.batch] = max(unusable(memory) + more, before * _GROWTH)
+            key = chosen.setting.batch, chosen.setting.offload
+            self.margins[key] = max(unusable(memory) + more, before * _GROWTH)
             self._compose()
             return False
         self.programs[chosen.setting] = {}

@@ -1,6 +1,6 @@
 """The numbers of any setting, composed of short plans: pieces that repeat are planned once.
 
-    numbers.first(mesh)                      the short model on a mesh
+    numbers.first(place)                     the short model on a mesh, offloaded or not
     numbers.of(setting, policy)              of the whole model, composed of two short models
     numbers.choices(setting)                 what a layer of each run may save
 
@@ -85,9 +85,9 @@ class ShortPlans:
     def _keep(self) -> int | None:
         return _KEEP if self.whole is None else None
 
-    def first(self, mesh: MeshKey | None) -> Items | None:
-        """Plan the short model on a mesh at batch 1, the whole one if it cannot be shortened: what a rank trains on."""
-        setting = Setting(mesh, 1 if self.space.has_batch else None)
+    def first(self, place: Setting) -> Items | None:
+        """Plan the short model of a place at batch 1, or the whole one: what a rank trains on."""
+        setting = replace(place, batch=1 if self.space.has_batch else None)
         if not self._seen:
             self._seen = True
             self._see(setting, None)
@@ -132,6 +132,8 @@ class ShortPlans:
         own: dict[str, Any] = {"variant": variant}
         if setting.batch is not None:
             own["batch"] = setting.batch
+        if setting.offload is not None:
+            own["offload"] = setting.offload
         if self.space.accumulates:
             own["accumulate"] = setting.accumulate
         return {**self.fixed, **own}
@@ -290,7 +292,12 @@ def _numbers_of(figures: Figures) -> StepNumbers:
     backward = sum(p.exposed for name, p in phases.items() if name not in (FORWARD, OPTIMIZER, ""))
     optimizer = phases[OPTIMIZER].seconds if OPTIMIZER in phases else 0.0
     return StepNumbers(
-        figures.memory.levels(EAGER).requested, time.seconds, time.exposed, backward, optimizer
+        figures.memory.levels(EAGER).requested,
+        time.seconds,
+        time.exposed,
+        backward,
+        optimizer,
+        figures.memory.host_peak,
     )
 
 

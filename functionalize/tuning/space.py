@@ -2,7 +2,8 @@
 
     space = Space.of(script, world, machine, ...)
     space.meshes                 fsdp, hsdp over nodes: if `build` has a parameter `mesh`
-    space.settings(mesh, ...)    batch and accumulation with the same tokens per step: parameters `batch`, `accumulate`
+    space.offloads               False and True: if `build` has a parameter `offload`, and the target is no CPU
+    space.settings(place, ...)   batch and accumulation with the same tokens per step: parameters `batch`, `accumulate`
     space.reshards               `reshard_after_forward`: of every layer that `fully_shard` wraps
     space.left_out               why an axis is not searched, in words
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from functionalize.errors import TuneError
@@ -33,11 +34,20 @@ MeshKey = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Setting:
-    """What all layers share. mesh: None: `build` makes it. batch: of a rank and microbatch; None: `inputs` decides."""
+    """What all layers share. mesh: None: `build` makes it. batch: of a rank and microbatch; None: `inputs` decides.
+
+    offload: whether FSDP2 offloads to the host; None: `build` decides.
+    """
 
     mesh: MeshKey | None
-    batch: int | None
+    batch: int | None = None
     accumulate: int = 1
+    offload: bool | None = None
+
+    @property
+    def place(self) -> Setting:
+        """The setting without its batch and accumulation."""
+        return replace(self, batch=None, accumulate=1)
 
     def text(self) -> str:
         """`shard 64, batch 2 x 1`."""
@@ -45,7 +55,8 @@ class Setting:
         batch = "" if self.batch is None else f"batch {self.batch}"
         if self.accumulate > 1:
             batch = f"{batch or 'batch'} x {self.accumulate}"
-        return ", ".join(filter(None, (mesh, batch))) or "as built"
+        offloaded = "offloaded" if self.offload else ""
+        return ", ".join(filter(None, (mesh, batch, offloaded))) or "as built"
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,7 @@ class Space:
     """
 
     meshes: tuple[MeshKey | None, ...]
+    offloads: tuple[bool | None, ...]
     reshards: tuple[bool | int, ...]
     has_batch: bool
     accumulates: bool
@@ -72,8 +84,13 @@ class Space:
         batches: Sequence[int] | None = None,
         tokens: int | None = None,
         tp: Sequence[int] | None = None,
+        offload: bool | None = None,
+        has_host: bool = True,
     ) -> Space:
-        """functions: `build`, `inputs`, `step`. tp: sizes of tensor parallelism beside none."""
+        """functions: `build`, `inputs`, `step`. tp: sizes of tensor parallelism beside none.
+
+        offload: the one value of it; None: both. has_host: whether the target has a host with memory of its own.
+        """
         names = [_parameters(f) for f in functions]
         left_out = []
         has_mesh, has_batch = "mesh" in names[0], any("batch" in found for found in names)
@@ -87,6 +104,13 @@ class Space:
                 f"`tp` adds meshes to those that are searched, and `meshes` replaces them: remove `tp`, and add a last "
                 f"dimension `{TENSOR_PARALLEL}` to each of `meshes` that splits ops"
             )
+        has_offload = "offload" in names[0]
+        if offload is not None and not has_offload:
+            raise TuneError(_no_parameter("offload", "`build`", "`offload` (True or False)"))
+        if offload and not has_host:
+            raise TuneError(
+                "`offload` needs a device with memory apart from its host's: remove it, or use the target `cuda`"
+            )
         if batches is not None and not has_batch:
             raise TuneError(_no_parameter("batches", "`inputs` or `step`", "`batch`"))
         if tokens is not None and not (has_batch or accumulates):
@@ -97,6 +121,10 @@ class Space:
             left_out.append("mesh: `build` has no parameter `mesh` (a DeviceMesh)")
         elif meshes is None and tp is None:
             left_out.append("tensor parallelism: `tp` names no sizes of it")
+        if not has_offload:
+            left_out.append("offload: `build` has no parameter `offload` (True or False)")
+        elif offload is None and not has_host:
+            left_out.append("offload: the target has no memory apart from its host's")
         if not has_batch:
             left_out.append("batch: no function has a parameter `batch`")
         if not accumulates:
@@ -118,6 +146,7 @@ class Space:
         ]
         return Space(
             own or (tuple(found) if has_mesh else (None,)),
+            _offloads(has_offload, offload, has_host),
             (True, False, *([node] if node < world and not world % node else [])),
             has_batch,
             accumulates,
@@ -126,13 +155,21 @@ class Space:
             tuple(left_out),
         )
 
-    def settings(self, mesh: MeshKey | None, each: int, ranks: int) -> list[Setting]:
-        """The settings on a mesh. each: tokens or samples of a rank at batch 1. ranks: that train on different ones."""
+    @property
+    def places(self) -> list[Setting]:
+        """Each mesh with each value of `offload`."""
+        return [Setting(mesh, offload=offload) for mesh in self.meshes for offload in self.offloads]
+
+    def settings(self, place: Setting, each: int, ranks: int) -> list[Setting]:
+        """The settings of a place. each: tokens or samples of a rank at batch 1. ranks: that train on different ones.
+
+        Raises `TuneError` for tokens or batches that it cannot have.
+        """
         if self.batches is not None and self.tokens is None:
-            return [Setting(mesh, batch) for batch in self.batches]
+            return [replace(place, batch=batch) for batch in self.batches]
         if self.tokens is None:
             most = _DOUBLINGS if self.has_batch else 1
-            return [Setting(mesh, 1 << i if self.has_batch else None) for i in range(most)]
+            return [replace(place, batch=1 << i if self.has_batch else None) for i in range(most)]
         rounds = round(self.tokens / (each * ranks))
         if rounds < 1:
             raise TuneError(
@@ -140,9 +177,9 @@ class Space:
                 "`batch_tokens`, or use fewer ranks"
             )
         if not self.accumulates:
-            return [Setting(mesh, rounds)]
+            return [replace(place, batch=rounds)]
         if not self.has_batch:
-            return [Setting(mesh, None, rounds)]
+            return [replace(place, accumulate=rounds)]
         divisors = [n for n in self.batches or range(1, rounds + 1) if not rounds % n]
         if len(divisors) > _DIVISORS:  # evenly among them, the first and the last included
             last = len(divisors) - 1
@@ -152,7 +189,7 @@ class Space:
                 f"`batches` {self.batches}: none divides the {rounds} samples of a rank in a step; change `batches` or "
                 "`batch_tokens`"
             )
-        return [Setting(mesh, batch, rounds // batch) for batch in divisors]
+        return [replace(place, batch=n, accumulate=rounds // n) for n in divisors]
 
     def reshards_on(self, mesh: MeshKey | None, world: int) -> tuple[bool | int, ...]:
         """The values of `reshard_after_forward` that a mesh allows: a number of ranks divides those that shard."""
@@ -170,6 +207,12 @@ def _parameters(function: Callable[..., Any] | None) -> frozenset[str]:
 
 def _no_parameter(argument: str, function: str, parameter: str) -> str:
     return f"`{argument}` needs a parameter {parameter} of {function}: add the parameter, or remove `{argument}`"
+
+
+def _offloads(has_offload: bool, offload: bool | None, has_host: bool) -> tuple[bool | None, ...]:
+    if not has_offload:
+        return (None,)
+    return (False, True) if offload is None and has_host else (bool(offload),)
 
 
 def _meshes(world: int, node: int, tp: int = 1) -> tuple[MeshKey, ...]:

@@ -5,6 +5,7 @@
 
 The functions are those of `fz.plan`. What they have parameters for is searched:
 
+    build(offload=False)         whether FSDP2's `CPUOffloadPolicy` keeps parameters and optimizer state on the host
     build(mesh=None)             a `DeviceMesh`: fully sharded, or replicas of groups of one, two or four nodes
     inputs(batch=1)              the batch of a rank and microbatch
     inputs(accumulate=1)         or `step`: microbatches of a step, whose gradients are accumulated
@@ -54,6 +55,7 @@ def tune(
     meshes: Sequence[Mesh] | None = None,
     batches: Sequence[int] | None = None,
     tp: Sequence[int] | None = None,
+    offload: bool | None = None,
     pipelines: Sequence[str] = ("default",),
     top: int = 1,
     progress: Callable[[str], None] | None = None,
@@ -68,12 +70,14 @@ def tune(
     meshes: dimension -> ranks, for `build`'s parameter `mesh`; None: those that the machine's nodes suggest.
     batches: of a rank and microbatch; None: the divisors of what a rank has in a step.
     tp: sizes of tensor parallelism to try, too, for a `build` that splits ops over the dimension `tp` of its mesh.
+    offload: the only value of `build`'s parameter `offload`; None: True and False, where a device has a host.
     pipelines: passes that are run on the best's program. top: how many settings are planned as they stand.
     progress: called with a text. fixed: other keys, as those of `fz.plan`.
     Raises `TuneError`, and the errors of `fz.plan`.
     """
     start = time.perf_counter()
     own: dict[str, Any] = {"target": target, "machine": machine, "pipelines": pipelines, "top": top}
+    own["offload"] = offload
     asked = asked_for(
         (build, inputs, step), world, limit, batch_tokens, meshes, batches, tp=tp, **own, **fixed
     )
@@ -114,6 +118,7 @@ def asked_for(
     batches: Sequence[int] | None,
     *,
     tp: Sequence[int] | None,
+    offload: bool | None = None,
     pipelines: Sequence[str],
     top: int,
     target: str | Target,
@@ -127,15 +132,17 @@ def asked_for(
     bytes_of_device = _limit(limit)
     _check(build, world, batch_tokens, {"batches": batches, "tp": tp}, top, fixed)
     _check_pipelines(pipelines)
-    where = machine_of(
-        machine, target.name if isinstance(target, Target) else target_named(target).name
-    )
-    space = Space.of(script, world, where, meshes, batches, batch_tokens, tp)
+    if offload not in (None, True, False):
+        raise TuneError(f"`offload` is True, False or None, not {offload!r}")
+    kind = target_named(target).name
+    where, has_host = machine_of(machine, kind), kind != "cpu"
+    space = Space.of(script, world, where, meshes, batches, batch_tokens, tp, offload, has_host)
     every = {"world": world, "target": target, "machine": machine, **fixed}
     keys = {key: value for key, value in every.items() if value is not None}
     builder = VariantBuilder(build)
     own = ["variant", *(["batch"] if space.has_batch else [])]
     own += ["accumulate"] if space.accumulates else []
+    own += ["offload"] if space.offloads != (None,) else []
     accepted = AcceptedKeys.of([*keys, *own], builder, inputs, step)
     check_points([keys], accepted)
     return Asked(where, bytes_of_device, space, keys, builder, accepted)
@@ -169,7 +176,7 @@ def _answer(search: Search, world: int, start: float) -> Tuned:
         seconds=time.perf_counter() - start,
         margin=search.margin(best.setting),
         left_out=tuple(left_out),
-        failed={str(dict(mesh or ())): why for mesh, why in search.failed.items()},
+        failed={place.text(): why for place, why in search.failed.items()},
     )
     kind = search.items.kind if search.items is not None else "steps"
     programs = search.programs.get(best.setting) or {}

@@ -32,7 +32,10 @@ _LOST = 8  # rows that say why others lost
 _FRONTIER = 8
 _SHOWN = {name: (head, show) for name, head, show in COLUMNS}
 # Columns of a row that are shown where they have a value, in their order; names of figures that have no column.
-_COLUMNS = ("peak", "device", "step", "exposed", "recomputed", "mfu", "throughput", "days", "cost")
+_COLUMNS = (
+    *("peak", "device", "host", "step", "exposed"),
+    *("recomputed", "mfu", "throughput", "days", "cost"),
+)
 _OWN = {"recomputed": ("recomputed", human_seconds)}
 _OPTIONAL = (
     "exposed",
@@ -185,9 +188,11 @@ class Tuned:
             "mesh": dict(each.setting.mesh) if each.setting.mesh else None,
             "batch": each.setting.batch,
             "accumulate": each.setting.accumulate,
+            "offload": each.setting.offload,
             "layers": counted_policies(each.policy.layers.values()),
             "peak": int(each.peak),
             "device": device,
+            "host": int(each.host) or None,
             "step": each.seconds,
             "exposed": each.exposed,
             "recomputed": each.recompute,
@@ -285,7 +290,7 @@ class Tuned:
         ]
         lines += self.notes()
         lines += [f"not searched: {why}" for why in facts.left_out]
-        lines += [f"not searched: mesh {mesh}: {why}" for mesh, why in facts.failed.items()]
+        lines += [f"not searched: {place}: {why}" for place, why in facts.failed.items()]
         return "\n".join(lines)
 
     def _table(self, found: Sequence[Candidate], width: int | None) -> list[str]:

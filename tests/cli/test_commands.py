@@ -104,7 +104,7 @@ def test_wrong_usage(command: Command) -> None:
         (("plan", TRAINING, "--grid", "passes=default,fly"), "no pass `fly`"),
         (
             ("plan", TRAINING, "--passes", "default,offload"),
-            "`offload` cannot be planned: the tensors",
+            "the pass `offload` cannot be planned: it moves values of an accelerator",
         ),
         (("memory", TRAINING, "--passes", "offload{min_mb=4}"), "`offload` cannot be planned"),
         (("plan", TRAINING, "--largest", "batch"), "--largest needs --limit"),

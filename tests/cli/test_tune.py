@@ -58,6 +58,7 @@ def test_json(command: Command) -> None:
             ("--limit", "80GB", "--set", "reshard=2"),
             "`reshard` is an axis of the search and has no",
         ),
+        (("--limit", "80GB", "--no-offload"), "`offload` needs a parameter `offload`"),
         (("--limit", "80GB", "--rank", "9"), "rank 9 is not in a world of 8 ranks"),
         (("--limit", "80GB", "--target", "abacus"), "there is no target 'abacus'"),
         (
@@ -69,6 +70,22 @@ def test_json(command: Command) -> None:
 def test_usage_errors(command: Command, args: tuple[str, ...], message: str) -> None:
     ran = command("tune", TRAINING, *args)
     assert ran.code == 2 and message in ran.words
+
+
+def test_offload(command: Command) -> None:
+    options = (
+        "--build",
+        "build_offloaded",
+        "--mesh",
+        "shard=2",
+        "--limit",
+        "h100",
+        "--batches",
+        "2",
+    )
+    ran = command("tune", SCRIPT, *options, "--offload", columns=200)
+    assert ran.code == 0, ran.err
+    assert "host" in ran.out.splitlines()[1].split() and "batch 2, offloaded" in ran.out
 
 
 def test_a_file_is_refused(command: Command) -> None:

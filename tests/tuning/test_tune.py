@@ -16,7 +16,7 @@ from functionalize.planning.report.memory_figures import EAGER
 from functionalize.sweep.changes import change
 from functionalize.sweep.training import Training
 from functionalize.tuning.policy import EagerPolicy, LayerPolicy
-from functionalize.tuning.space import Space
+from functionalize.tuning.space import Setting, Space
 from functionalize.tuning.variants import device_mesh, layers_of
 from tests.ranks import run_on_ranks
 from tests.tuning import training
@@ -150,13 +150,14 @@ def test_meshes_and_batches_are_searched() -> None:
         (("replicate", 4), ("shard", 8)),
         (("replicate", 2), ("shard", 16)),
     )
-    settings = space.settings(space.meshes[0], 128, 32)
+    settings = space.settings(space.places[0], 128, 32)
     assert [(s.batch, s.accumulate) for s in settings] == [(1, 8), (2, 4), (4, 2), (8, 1)]
     assert space.reshards_on(space.meshes[0], 32) == (True, False, 8)
     assert space.reshards_on(space.meshes[1], 32) == (True, False)
-    assert space.left_out == ("tensor parallelism: `tp` names no sizes of it",)
+    without = "offload: `build` has no parameter `offload` (True or False)"
+    assert space.left_out == ("tensor parallelism: `tp` names no sizes of it", without)
     split = Space.of((build, inputs, step), 32, MACHINES["h100"], tp=[4])
-    assert split.meshes[:3] == space.meshes and split.left_out == ()
+    assert split.meshes[:3] == space.meshes and split.left_out == (without,)
     assert split.meshes[3:] == (
         (("shard", 8), ("tp", 4)),
         (("replicate", 4), ("shard", 2), ("tp", 4)),
@@ -173,9 +174,7 @@ def test_tensor_parallelism_is_searched_where_the_model_splits_its_ops() -> None
     assert {each.items for each in split} == {1024.0}  # two ranks train on the same 2,048 tokens
     other = fz.tune(build, step, inputs=inputs, tp=[2], pipelines=[], **given)
     assert "`build` shards parameters over the dimension `tp`" in other.text()
-    assert other.policy.mesh == {"shard": 2} and other.facts.failed.keys() == {
-        "{'shard': 1, 'tp': 2}"
-    }
+    assert other.policy.mesh == {"shard": 2} and other.facts.failed.keys() == {"shard 1 x tp 2"}
     assert "planned whole" not in other.text()
 
 
@@ -188,9 +187,7 @@ def test_a_mesh_that_the_script_does_not_take_is_named() -> None:
     found = fz.tune(
         picky, step, inputs=inputs, world=4, limit=LIMIT, target="cpu", batches=[4], pipelines=[]
     )
-    assert found.facts.failed == {
-        "{'replicate': 2, 'shard': 2}": "ValueError: one dimension, please"
-    }
+    assert found.facts.failed == {"replicate 2 x shard 2": "ValueError: one dimension, please"}
     assert "planned whole" not in found.text()
 
 
@@ -273,6 +270,7 @@ def test_the_end_of_doubling_is_named() -> None:
             "`meshes` replaces them: remove `tp`, and add a last dimension `tp` to each",
         ),
         ({"flavour": 3}, "no function accepts `flavour`"),
+        ({"offload": 3}, "`offload` is True, False or None, not 3"),
     ],
 )
 def test_options_are_refused_before_anything_is_recorded(monkeypatch, given, message) -> None:
@@ -299,6 +297,7 @@ def test_axes_that_the_functions_lack_are_refused() -> None:
             {"batch_tokens": 64},
             "`batch_tokens` needs a parameter `batch` or `accumulate` of `inputs`",
         ),
+        ({"offload": True}, r"`offload` needs a parameter `offload` \(True or False\) of `build`"),
         ({"tp": [2]}, r"`tp` needs a parameter `mesh` \(a DeviceMesh\) of `build`: add"),
     ):
         with pytest.raises(TuneError, match=message):
@@ -328,11 +327,11 @@ def test_a_limit_in_which_nothing_fits() -> None:
         TuneError, match="less than one sample of 128 on each of 4 ranks"
     ):  # on no mesh
         tuned(batch_tokens=100, world=4)
-    space = Space((None,), (True,), True, True, (3, 5), 64, ())
+    space = Space((None,), (None,), (True,), True, True, (3, 5), 64, ())
     with pytest.raises(
         TuneError, match=r"`batches` \(3, 5\): none divides the 32 samples of a rank"
     ):
-        space.settings(None, 1, 2)
+        space.settings(Setting(None), 1, 2)
 
 
 def test_a_policy_is_applied_once_and_to_its_model() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -70,4 +70,13 @@ def build_split(mesh=None):
             parallelize_module(block, mesh["tp"], ways)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=rest)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def build_offloaded(width=WIDTH, layers=LAYERS, mesh=None, offload=False):
+    """The same with an `offload_policy`."""
+    model = Net(width, layers)
+    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, offload_policy=policy)
     return model, torch.optim.AdamW(model.parameters())
