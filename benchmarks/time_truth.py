@@ -10,7 +10,6 @@ host (eager's dispatch and FSDP2's hooks, or a replay's nodes).
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import logging
 import statistics
@@ -85,7 +84,6 @@ def measured(rank: int, folder: str, runs: int) -> None:
         tokens = torch.randint(VOCABULARY, (subject.batch, subject.sequence))
         times: list[float] = []
         for i in range(-6, runs):
-            gc.collect()
             dist.barrier()
             start = time.perf_counter()
             step(tokens).item()

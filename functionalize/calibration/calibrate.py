@@ -7,6 +7,7 @@ On a machine with CUDA: one process for each GPU, over NCCL (`device="cuda"`).
 
     overhead                     an op on four floats, called from Python
     curves, peaks                `probes.py`: each kind at several sizes; the peak is the largest rate of a kind
+    host_memory_bandwidth        a sum of two tensors of the host, of the size of the largest probe
     link_bandwidth, latency      all-gather, reduce-scatter, all-reduce of the two sizes and more, of all ranks
     host                         `tiny_steps.py`; on a GPU the host is taken as never late
 
@@ -151,6 +152,9 @@ def measured(device: str, each: float, largest: int, depths: tuple[int, int] = D
                 overhead,
             )
         )
+        buffers = [torch.ones(largest // 4) for _ in range(2)]
+        host_memory = 3.0 * largest / clock.seconds([partial(aten.add, *buffers)])
+        del buffers
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore"
@@ -158,7 +162,11 @@ def measured(device: str, each: float, largest: int, depths: tuple[int, int] = D
             latency, link, sending = _collectives(clock, largest)
     found = {kind: rates(samples, overhead) for kind, samples in by_kind.items()}
     machine = _machine(found, sending, overhead, latency, link, device)
-    machine = replace(machine, **_rates(machine.flops, matrices, dtype, other))
+    machine = replace(
+        machine,
+        host_memory_bandwidth=host_memory,
+        **_rates(machine.flops, matrices, dtype, other),
+    )
     if device == "cpu":
         machine = replace(machine, host=host_of(clock, machine, depths))
     return machine

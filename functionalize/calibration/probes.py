@@ -5,6 +5,8 @@
     matmul       x @ w.t(), g @ w, g.t() @ x of m rows and width 4 m, as a linear layer has them in a training step
     attention    causal, of 4 heads, 512 rows in all, by length; forward and backward
     others       the bytes that the op reads and writes, as `costs.moved` counts them
+    cold ones    pointwise ops and copies take turns at tensors of `largest` bytes and more (of at most 512 sets), so
+                 that no cache has what a call reads, as for most values of a training step
 
 Every call runs an ATen op alone: no autograd, no module. The calls of a probe are of one kind and about one size.
 """
@@ -36,6 +38,7 @@ aten = torch.ops.aten
 Call = Callable[[], Any]
 _ROWS, _WIDTH = 512, 32  # of the attention probes: rows in all, channels of a head
 _ROW = 256  # elements of a row in norms, reductions and lookups
+_MOST_SETS = 512  # of tensors of a cold probe: a round of small calls would take too long
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,11 @@ def probes(device: str, dtype: torch.dtype, largest: int) -> Iterator[Probe]:
     for kind, make in _BY_BYTES.items():
         count = 1 << 10
         while 8 * count * dtype.itemsize <= largest:
-            calls, nbytes = make(count, device, dtype)
+            sets = 1
+            if kind in _COLD:
+                sets = min(max(largest // (count * dtype.itemsize), 1), _MOST_SETS)
+            made = [make(count, device, dtype) for _ in range(sets)]
+            calls, nbytes = [call for each, _ in made for call in each], sum(n for _, n in made)
             yield Probe(kind, nbytes / len(calls), nbytes, calls, dtype)
             count *= 4
 
@@ -163,6 +170,9 @@ _BY_BYTES: dict[str, Callable[[int, str, torch.dtype], tuple[list[Call], float]]
     LOOKUP: _lookup,
     OPTIMIZER: _optimizer,
 }
+
+
+_COLD = (POINTWISE, COPY)
 
 
 def _random(device: str, dtype: torch.dtype, *shape: int) -> Tensor:

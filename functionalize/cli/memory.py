@@ -99,7 +99,7 @@ def memory(out: Out, job: Job, options: MemoryOptions) -> int:
         constants, on_device = declared(machine, len(found.groups)), found.target == "cuda"
         streams = fsdp2_streams if on_device else None
         replayed = found.timeline() if found.made is not None else None
-        report = Memory(found.eager, replayed, constants, settings, streams, on_device)
+        report = Memory(found.eager, replayed, constants, settings, streams, on_device, found.host)
         of = options.of or (EAGER if found.eager is not None else PROGRAM)
         report.timeline(of)
         fit = report.fit(options.limit, of) if options.limit is not None else None
@@ -121,6 +121,8 @@ def memory(out: Out, job: Job, options: MemoryOptions) -> int:
         show_notes(console, found)
         if report.uncounted is not None:
             plain(console, brief(report.uncounted))
+        if options.pipeline is None and (more := _more(report)) is not None:
+            wrapped(console, more)
         for file in files:
             plain(console, f"wrote {file}")
         if fit is not None and options.limit is not None and refused is None:
@@ -248,8 +250,24 @@ def _show_levels(console: Console, report: Memory) -> None:
     if report.constants:
         sums = (human_bytes(each.device) for each in levels)
         rows.append(("device", *sums, "reserved and declared"))
+    if report.host_peak:
+        host = (human_bytes(report.host_peak) if name == EAGER else "" for name in names)
+        rows.append(("host", *host, "requested"))
     table(console, ("peak", *names, ""), rows, left=(0, len(names) + 1))
     console.print()
+
+
+def _more(report: Memory) -> str | None:
+    """A line if the program as recorded needs more of the device than eager; None if not, or if one is unknown."""
+    if len(report.timelines) < 2:
+        return None
+    eager, program = (report.levels(name).device for name in (EAGER, PROGRAM))
+    if program <= eager:
+        return None
+    return (
+        f"The program as recorded needs {human_bytes(program)}, {human_bytes(program - eager)} more than eager: passes "
+        "shorten the lives of its values (--passes default)."
+    )
 
 
 def _show_categories(console: Console, report: Memory) -> None:

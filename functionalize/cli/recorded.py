@@ -31,7 +31,7 @@ from functionalize.step.captured_step import CapturedStep
 from functionalize.sweep.changes import change
 from functionalize.sweep.checks import check_points
 from functionalize.sweep.grid import MODEL_KEYS, AcceptedKeys, Point, of
-from functionalize.sweep.plan import arguments, called, idle_dimensions, items_of, record
+from functionalize.sweep.plan import arguments, called, idle_dimensions, items_of, offloaded, record
 from functionalize.sweep.summary import assumptions, short
 from functionalize.util.gc_pause import only_young_collections
 
@@ -140,16 +140,17 @@ def _recorded(
         remark = (
             f"no program was made, so its time is not known; the step cannot be captured: {why}"
         )
-        assumed = assumptions(world.choices.rows, world.assumed, [remark])
+        remarks = [remark, *offloaded(built, noted.memory)]
+        assumed = assumptions(world.choices.rows, world.assumed, remarks)
         spread = {str(i): () for i, size in enumerate(world.mesh.shape) if size > 1}
-        eager, target = noted.memory.eager, world.target.name
-        return Recorded(name, None, {}, text, target, {}, spread, tuple(assumed), eager)
+        eager, target, host = noted.memory.eager, world.target.name, noted.memory.host_peak
+        return Recorded(name, None, {}, text, target, {}, spread, tuple(assumed), eager, host=host)
     say("reading the graph")
     program.describe()
     stats = {**_stats(captured), "calls": calls, "seconds": time.perf_counter() - start}
     groups = members_of(program)
-    idle = idle_dimensions(world, groups)
-    notes = tuple(assumptions(world.choices.rows, world.assumed, idle))
+    remarks = [*idle_dimensions(world, groups), *offloaded(built, memory)]
+    notes = tuple(assumptions(world.choices.rows, world.assumed, remarks))
     return Recorded(
         name,
         program,
@@ -161,6 +162,7 @@ def _recorded(
         notes,
         memory.eager,
         items_of(made, built, world.size),
+        memory.host_peak,
     )
 
 

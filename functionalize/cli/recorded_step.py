@@ -33,6 +33,7 @@ class Recorded:
     notes: the kernels that the target is assumed to run, and other assumptions.
     eager: the memory of the eager step; None for a step that was read from a file.
     items: what a rank trains on in the step; None if that is not known.
+    host: the most bytes of offloaded tensors in host memory as eager runs; 0 of a step that was read from a file.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Recorded:
     notes: tuple[str, ...] = ()
     eager: Timeline | None = None
     items: Items | None = None
+    host: int = 0
 
     @property
     def program(self) -> Program:

@@ -36,7 +36,7 @@ COLUMNS: tuple[Column, ...] = (
     ("cost", "cost", lambda x: "" if x is None else f"{x:,.0f}" if x >= 100 else f"{x:.3g}"),
     ("planned in", "planned in", human_seconds),
 )
-ASKED = ("host", "days", "cost")  # of offloaded tensors, of a training run
+ASKED = ("program", "host", "days", "cost")  # after passes, of offloaded tensors, of a training run
 
 
 def figures_of(row: Mapping[str, Any], items: str) -> dict[str, tuple[float, str]]:

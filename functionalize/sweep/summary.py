@@ -254,6 +254,9 @@ class Sweep:
         """The table: a row of heads, then one per point."""
         axes = [axis for axis in self.axes if len({str(p.point[axis]) for p in self.plans}) > 1]
         axes, rows = axes or list(self.axes), self.rows()
+        for each, row in zip(self.plans, rows, strict=True):
+            if not each.point.get("passes"):  # eager alone runs there
+                row.pop("program", None)
         columns = [c for c in COLUMNS if c[0] not in ASKED or any(c[0] in row for row in rows)]
         heads = [*axes, *(head.replace("items", self.items) for _, head, _ in columns)]
         both = zip(self.plans, rows, strict=True)

@@ -55,6 +55,7 @@ def test_every_kind_has_a_curve_and_every_number_is_above_0(machine: Machine) ->
     host = machine.host
     assert host is not None
     assert all(seconds >= 0 for seconds in host)  # 0 where a tiny probe took longer than the step
+    assert machine.host_memory_bandwidth > 1e6
     assert 0 < machine.overhead < 1e-3 and machine.latency > 0 and not machine.streams
 
 
@@ -151,6 +152,18 @@ def test_probes_count_the_work_that_a_plan_counts() -> None:
         assert math.isclose(work, probe.work, rel_tol=0.15), probe.kind
         seen.add(probe.kind)
     assert len(seen) == 10
+
+
+def test_pointwise_ops_and_copies_read_other_tensors_in_each_call() -> None:
+    """As many as twice the largest probe has bytes, but for small ones; the other kinds repeat their calls."""
+    largest = 1 << 20
+    for probe in probes("cpu", torch.float32, largest):
+        calls = len(probe.calls)
+        if probe.kind in ("pointwise", "copy"):
+            count = probe.work / calls / 4 / (3 if probe.kind == "pointwise" else 2)
+            assert calls == 2 * min(largest // (4 * round(count)), 512)
+        else:
+            assert calls <= 3
 
 
 def test_time_never_falls_with_size() -> None:

@@ -14,12 +14,15 @@ from pathlib import Path
 import pytest
 
 from functionalize.planning.machines.presets import MACHINES
+from functionalize.planning.report.display import human_bytes
 from functionalize.program import archive
 from tests.cli.entry import TRAINING, Command, command
 from tests.forks import run_module
 from tests.planning.trace_format import checked, counters
+from tests.tuning import training as offloaded
 
 __all__ = ["command"]
+OFFLOADED = offloaded.__file__
 COMMANDS = ("capture", "show", "opt", "memory", "plan", "tune")
 
 
@@ -400,6 +403,30 @@ def test_memory(command: Command) -> None:
     assert len(found["timelines"]["program"]["top"]) == 3 and found["limit"]["fits"]
     cpu = command(*args, "--target", "cpu", "--json").json
     assert cpu["constants"] == []
+
+
+def test_a_program_that_needs_more_than_eager_is_named(command: Command) -> None:
+    """Reductions stay in flight until the optimizer waits; `default` waits at once."""
+    args = ("memory", TRAINING, "--world", 4, "--target", "cpu", "--set", "width=256")
+    ran = command(*args, "--set", "layers=6")
+    found = command(*args, "--set", "layers=6", "--json").json["timelines"]
+    more = [found[name]["levels"]["device"] for name in ("program", "eager")]
+    assert more[0] > more[1]
+    text = f"The program as recorded needs {human_bytes(more[0])}, {human_bytes(more[0] - more[1])}"
+    assert f"{text} more than eager" in " ".join(ran.out.split())
+    assert "more than eager" not in command(*args, "--set", "layers=6", "--passes", "default").out
+    assert "more than eager" not in command(*args, "--set", "layers=1").out
+
+
+def test_the_memory_of_the_host(command: Command) -> None:
+    args = ("memory", OFFLOADED, "--build", "build_offloaded", "--mesh", "shard=2")
+    ran = command(*args, "--set", "offload=True")
+    assert ran.code == 0, ran.err
+    (line,) = (line for line in ran.out.splitlines() if line.startswith("host "))
+    assert line.split()[-1] == "requested"
+    assert "offloaded to host memory, which has no limit here" in ran.out
+    assert command(*args, "--set", "offload=True", "--json").json["host"] > 0
+    assert "host " not in command(*args).out
 
 
 def test_memory_of_a_file_is_the_programs(command: Command, file: str) -> None:

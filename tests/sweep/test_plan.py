@@ -137,6 +137,14 @@ def test_passes_change_the_program_and_not_eager():
     assert optimised["peak"] == plain["peak"] and optimised["program"] < plain["program"]
 
 
+def test_the_table_has_the_program_where_there_are_passes():
+    heads, *rows = planned(world=2, grid={"passes": ["", "default"]}).cells()
+    at = heads.index("program")
+    assert rows[0][at] == "" and rows[1][at].endswith("KiB")
+    plain = planned(world=2)
+    assert "program" not in plain.cells()[0] and "program" in plain.rows()[0]
+
+
 def test_machines():
     own = replace(MACHINES["a100"], memory_bandwidth=1e9)
     h100, a100, mine = planned(world=2, grid={"machine": ["h100", "a100", own]}).rows()
