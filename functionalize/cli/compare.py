@@ -26,6 +26,7 @@ from functionalize.planning.pictures.page import Table, write_page
 from functionalize.planning.pictures.page_script import ComparedPlan
 from functionalize.planning.pictures.page_sweep import holding_figure
 from functionalize.planning.report.display import human_bytes
+from functionalize.planning.report.memory_figures import EAGER
 from functionalize.planning.timeline.timeline import Category
 from functionalize.sweep.columns import COLUMNS, figures_of
 
@@ -264,6 +265,8 @@ def _timelines(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[_Co
         if b is None:
             continue
         pairs = [_bytes(level, a["levels"], b["levels"]) for level in a["levels"]]
+        if name == EAGER and (one.get("host") or other.get("host")):
+            pairs.append(_bytes("host", one, other))
         categories = dict.fromkeys([*a["by_category"], *b["by_category"]])
         pairs += [_bytes(each, a["by_category"], b["by_category"]) for each in categories]
         differing = [f"{about[0]} -> {about[1]}"] if about[0] != about[1] else []

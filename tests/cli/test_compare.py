@@ -73,6 +73,12 @@ def test_reports_on_memory(command: Command, written: dict[str, Path]) -> None:
     assert rows[0] == ["peak", "of", "eager,", "train.py:", "8", "ranks,", "target", "cuda"]
     assert ["requested", "1.00", "KiB", "3.00", "KiB", "+200.0%"] in rows
     assert ["only", "m", "1.00", "KiB"] in rows and ["only", "n", "3.00", "KiB"] in rows
+    assert "host" not in ran.out
+    offloaded = {**json.loads(written["n"].read_text()), "host": 512}
+    file = written["n"].with_name("offloaded.json")
+    file.write_text(json.dumps(offloaded))
+    ran = command("compare", written["m"], file)
+    assert ["host", "512", "B"] in [line.split() for line in ran.out.splitlines()]
 
 
 def test_what_the_commands_print_can_be_compared(command: Command, tmp_path: Path) -> None:
