@@ -137,6 +137,16 @@ def test_the_time_has_both_bandwidths_of_the_host(both) -> None:
     assert slower.figures.time.seconds > times[1].seconds + parameters / slow.host_bandwidth
 
 
+def test_the_optimizer_in_place_takes_the_same_time(both) -> None:
+    (plan,) = planned(passes="default").plans
+    found = [
+        {phase.phase: phase.seconds for phase in each.figures.time.phases}["optimizer"]
+        for each in (both.plans[1], plan)
+    ]
+    assert any("_fused_adamw_" in str(n.target) for n in plan.figures.program.graph.nodes)
+    assert found[1] == pytest.approx(found[0], rel=0.01)
+
+
 def test_the_table_and_the_report_have_the_bytes_of_the_host(both) -> None:
     row, without = both.rows()[1], both.rows()[0]
     assert row["host"] == both.plans[1].memory.host_peak and "host" not in without

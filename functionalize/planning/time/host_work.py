@@ -22,12 +22,12 @@ _FEW = 1024  # bytes of a collective that costs its latency alone, as that of a 
 
 
 def on_host(node: fx.Node) -> bool:
-    """Whether a node computes in host memory: neither an argument nor a result is on the device."""
-    kinds = {t.device.type for t in tensors_of(node.meta.get("val"))}
-    if kinds != {HOST.type}:
-        return False
-    read = (t for n in node.all_input_nodes for t in tensors_of(n.meta.get("val")) if t.dim())
-    return all(t.device.type == HOST.type for t in read)
+    """Whether a node computes in host memory: neither an argument nor a result is on the device.
+
+    Numbers in tensors of no dimension may be on either; an in-place op may have no result.
+    """
+    values = (t for n in (node, *node.all_input_nodes) for t in tensors_of(n.meta.get("val")))
+    return {t.device.type for t in values if t.dim()} == {HOST.type}
 
 
 def host_seconds(node: fx.Node, machine: Machine, flops: int, nbytes: int) -> float:
