@@ -50,7 +50,7 @@ log = logging.getLogger("functionalize")
 _FIRST_COMPARISONS, _REPLAYS = 8, 16
 # A comparison takes as long as some eight replays return: one at a length that equals a width, of use for this length
 # alone, is made when the length has come as often.
-_RETURNS = {EQUAL: 8}
+_EQUAL_CALLS = 8
 # The passes of a class run twice, each time as long as some 20 eager steps (`cache.py`), and return little time: after
 # as many replays that is less than a sixth of the run. Eager calls in between need the memory of these programs.
 _REPLAYS_BEFORE_PASSES = 256
@@ -95,7 +95,7 @@ class PredictedStep(ReplayedStep):
             elif why == NEAR and proof is not None and self._may_compare():
                 is_rare = not proof.has_come_near()
             else:
-                seldom = _RETURNS.get(why, 1)
+                seldom = _EQUAL_CALLS if why == EQUAL else 1
                 enough = seldom if self._may_compare() else _REPLAYS
                 is_rare = not self._kinds.returns(call.key, enough)
             if is_rare:

@@ -84,7 +84,8 @@ def fit(sizes: Sequence[Sizes], values: Sequence[int]) -> Formula | None:
     """The function of the sizes that has these values; None if there is none, or if several have them."""
     if len(set(values)) == 1:
         return Formula(values[0])
-    products, few = _products(sizes, _MOST_FACTORS), _products(sizes, 2)
+    products = _products(sizes)
+    few = {factors: column for factors, column in products.items() if len(factors) < _MOST_FACTORS}
     divided: list[Formula] = []
     for forms in (_multiples(products), _sums(products, 1), _sums(few, 2)):
         found = [f for f in (_solved(form, values) for form in forms) if f is not None]
@@ -115,10 +116,10 @@ def _product(sizes: Sizes, factors: Factors) -> int:
     return math.prod(sizes[i] for i in factors)
 
 
-def _products(sizes: Sequence[Sizes], most: int) -> dict[Factors, tuple[int, ...]]:
-    """Each size and each product of up to `most`, with its value in every recording."""
+def _products(sizes: Sequence[Sizes]) -> dict[Factors, tuple[int, ...]]:
+    """Each size and each product of up to `_MOST_FACTORS`, with its value in every recording."""
     numbers = range(len(sizes[0]))
-    counts = range(1, most + 1)
+    counts = range(1, _MOST_FACTORS + 1)
     factors = [f for count in counts for f in combinations_with_replacement(numbers, count)]
     return {each: tuple(_product(s, each) for s in sizes) for each in factors}
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -24,20 +23,12 @@ from functionalize.planning.machines.presets import MACHINES
 from functionalize.planning.report.memory_figures import EAGER
 from functionalize.planning.timeline.timeline import Category
 from tests.steps import train
+from tests.sweep.blocks import WIDTH, Block
 
-WIDTH, RANKS = 64, 4
+RANKS = 4
 H100 = MACHINES["h100"]
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 GONE = {Category.SHARDED_PARAMETERS, Category.SHARDED_GRADIENTS, Category.OPTIMIZER_STATE}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.b(F.gelu(self.a(x)))
 
 
 def build(offload=True, fused=True, pin=True, optimizer=torch.optim.AdamW, low=True, meta=False):

@@ -20,17 +20,7 @@ from functionalize.planning.machines.presets import MACHINES
 from functionalize.planning.report.memory_figures import EAGER
 from tests.ranks import run_on_ranks
 from tests.steps import train
-
-WIDTH = 64
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.b(F.gelu(self.a(x)))
+from tests.sweep.blocks import WIDTH, Block
 
 
 def build(layers: int = 2):

@@ -97,23 +97,10 @@ def _gpu(
     )
 
 
-_H100 = _gpu(
-    67e12,
-    989e12,
-    3.35e12,
-    450e9,
-    64e9,
-    50e9,
-    79.11,
-    (9, 0),
-    HOPPER,
-    1979e12,
-    None,
-    published.H100,
-    None,
-    307.2e9,
-)
 # fmt: off
+_H100 = _gpu(
+    67e12, 989e12, 3.35e12, 450e9, 64e9, 50e9, 79.11, (9, 0), HOPPER, 1979e12, None, published.H100, None, 307.2e9
+)
 MACHINES: Mapping[str, Machine] = types.MappingProxyType(
     {
         "cpu": Machine(

@@ -5,7 +5,7 @@
     memory.levels("eager")                   requested, allocated, reserved and declared bytes, separately
     memory.fit(80 * 10**9, "eager")          whether it fits in a device of so many bytes
     memory.difference()                      why the two peaks differ: by category, and by storages
-    memory.top(10)                           the largest storages of the peak: where made, last used and freed
+    memory.top(10), memory.to_json()         the largest storages: where made, last used and freed; all of it as JSON
     memory.by_module(), by_op(), by_line(), by_phase()       the bytes of the peak, by the op that made them
 
     requested   the sizes of storages                      exact: the timelines
