@@ -89,7 +89,7 @@ class EagerPolicy:
 
     def _head(self) -> str:
         mesh = " x ".join(f"{name} {size}" for name, size in (self.mesh or {}).items())
-        offloaded = ", CPUOffloadPolicy()" if self.offload else ""
+        offloaded = ", offload_policy=CPUOffloadPolicy()" if self.offload else ""
         return f"batch {self.batch} x {self.accumulate}, {mesh or 'all ranks shard'}{offloaded}"
 
     def apply(self, model: nn.Module) -> None:

@@ -16,7 +16,8 @@ from functionalize._compat.fakes import HOST
 from functionalize.errors import PlanError
 from functionalize.planning.machines.machine import Machine
 from functionalize.planning.report.display import human_bytes
-from functionalize.program.metadata import tensors_of
+from functionalize.planning.timeline.program_memory import user_line
+from functionalize.program.metadata import read_provenance, tensors_of
 
 _FEW = 1024  # bytes of a collective that costs its latency alone, as that of a gradient's norm
 
@@ -33,14 +34,16 @@ def on_host(node: fx.Node) -> bool:
 def host_seconds(node: fx.Node, machine: Machine, flops: int, nbytes: int) -> float:
     """The modelled time of an op on the host; flops, nbytes: of that op."""
     if flops:
-        raise PlanError(
-            f"{node.target} computes on offloaded tensors, and the FLOP/s of the host are not modelled: move its "
-            "arguments to the device, or plan without CPUOffloadPolicy"
+        raise _error(
+            node,
+            "computes on offloaded tensors, and the FLOP/s of the host are not modelled: move its arguments to the "
+            "device, or plan without CPUOffloadPolicy",
         )
     if machine.host_memory_bandwidth is None:
-        raise PlanError(
-            f"{node.target} computes on offloaded tensors, and the machine has no `host_memory_bandwidth`: set it, in "
-            "bytes/s for each rank"
+        raise _error(
+            node,
+            "computes on offloaded tensors, and the machine has no `host_memory_bandwidth`: set it, in bytes/s for "
+            "each rank",
         )
     return machine.overhead + nbytes / machine.host_memory_bandwidth
 
@@ -48,7 +51,15 @@ def host_seconds(node: fx.Node, machine: Machine, flops: int, nbytes: int) -> fl
 def check_collective(node: fx.Node, nbytes: int) -> None:
     """Raises `PlanError` for a collective of offloaded tensors whose time is not its latency alone. nbytes: sent."""
     if nbytes > _FEW and on_host(node):
-        raise PlanError(
-            f"{node.target} sends {human_bytes(nbytes)} of offloaded tensors, and collectives of host memory (gloo's) "
-            "are not modelled: move them to the device first, or plan without CPUOffloadPolicy"
+        raise _error(
+            node,
+            f"sends {human_bytes(nbytes)} of offloaded tensors, and collectives of host memory (gloo's) are not "
+            "modelled: move them to the device first, or plan without CPUOffloadPolicy",
         )
+
+
+def _error(node: fx.Node, why: str) -> PlanError:
+    """The error that names the op and the user's line. The program is of no further use to the plan."""
+    read_provenance(node.graph)  # figures do without stacks
+    line = user_line(node.meta.get("stack_trace") or "")
+    return PlanError(f"{node.target} ({line}) {why}" if line else f"{node.target} {why}")
