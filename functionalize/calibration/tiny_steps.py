@@ -1,4 +1,4 @@
-"""What the host adds to a step: measured on tiny models, whose kernels take next to no time.
+"""What the host adds to a step: measured on tiny models, whose kernels take little time.
 
     host = host_of(clock, machine)      a `Host`, from the seconds of tiny steps less what the model says of them
 
@@ -10,6 +10,9 @@
 
 Each is divided by what the model counts of it: how much longer the modelled phase is, if one costs a second more.
 
+The models are wide enough that parameters and optimizer state displace what Python needs from the caches, as in
+training: from models of width 32, whose data stay there, the host's part came out too small on a CPU.
+
 Must be called by all ranks of the process group. Ops, phases and collectives are those of the captured programs.
 """
 
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
@@ -36,13 +39,13 @@ from functionalize.planning.machines.machine import Machine
 from functionalize.planning.time.step_time import step_time
 from functionalize.program.program import Program
 
-_WIDTH, _HEADS, _TOKENS = 32, 2, 4
+_WIDTH, _HEADS, _TOKENS = 160, 4, 32
 DEPTHS = (2, 6)
-_ROUNDS = 12
+_ROUNDS = 100  # a second or two of steps: how long ranks wait for each other varies from one tenth to the next
 
 
 class _Block(nn.Module):
-    """A transformer block, small enough that only its ops count."""
+    """A transformer block, small enough that its kernels take a small part of its time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,8 +104,19 @@ def host_of(clock: Clock, machine: Machine, depths: tuple[int, int] = DEPTHS) ->
         known = _replay(program, machine, Host())
         left.append(seconds - known)
         nodes.append(_replay(program, machine, Host(node=1.0)) - known)
-    node = max((left[1] - left[0]) / (nodes[1] - nodes[0]), 0.0)
-    return host._replace(node=node, call=max(left[0] - node * nodes[0], 0.0))
+    call, node = line_of(nodes, left)
+    return host._replace(node=node, call=call)
+
+
+def line_of(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
+    """(summand, slope) of the line nearest to two points, of those of which neither is negative."""
+    slope = (ys[1] - ys[0]) / (xs[1] - xs[0])
+    summand = ys[0] - slope * xs[0]
+    if slope >= 0 and summand >= 0:
+        return summand, slope
+    if slope < 0:
+        return max(sum(ys) / 2, 0.0), 0.0
+    return 0.0, max(sum(x * y for x, y in zip(xs, ys, strict=True)) / sum(x * x for x in xs), 0.0)
 
 
 def _step(device: str, layers: int, shards: bool) -> _Step:

@@ -91,6 +91,19 @@ def test_the_host_is_found_again_from_the_seconds_that_it_adds() -> None:
         assert found._asdict() == pytest.approx(KNOWN._asdict(), rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("ys", "expected"),
+    [
+        ((5.0, 9.0), (3.0, 2.0)),
+        ((1.0, 5.0), (0.0, 1.6)),  # the line through both is below 0 at 0
+        ((5.0, 3.0), (4.0, 0.0)),  # it falls
+        ((-1.0, -2.0), (0.0, 0.0)),
+    ],
+)
+def test_seconds_per_node_and_call_are_not_negative(ys, expected) -> None:
+    assert tiny_steps.line_of((1.0, 3.0), ys) == pytest.approx(expected)
+
+
 def test_a_plan_takes_the_file(machine: Machine, tmp_path) -> None:
     path = str(tmp_path / "here.json")
     write_machine(path, machine)
