@@ -31,6 +31,7 @@ from functionalize.planning.machines.efficiency import (
     NORM,
     OPTIMIZER,
     POINTWISE,
+    RANDOM,
     REDUCTION,
 )
 
@@ -118,6 +119,11 @@ def _costly(count: int, device: str, dtype: torch.dtype) -> tuple[list[Call], fl
     return [lambda: aten.gelu(x), lambda: aten.gelu_backward(y, x)], 5.0 * _bytes(x)
 
 
+def _random_numbers(count: int, device: str, dtype: torch.dtype) -> tuple[list[Call], float]:
+    x = _random(device, dtype, count)
+    return [lambda: aten.bernoulli_(x, 0.9)], 2.0 * _bytes(x)
+
+
 def _reduction(count: int, device: str, dtype: torch.dtype) -> tuple[list[Call], float]:
     x = _random(device, dtype, count // _ROW, _ROW)
     calls: list[Call] = [lambda: aten._log_softmax(x, 1, False), lambda: aten.sum(x, [0])]
@@ -164,6 +170,7 @@ def _optimizer(count: int, device: str, dtype: torch.dtype) -> tuple[list[Call],
 _BY_BYTES: dict[str, Callable[[int, str, torch.dtype], tuple[list[Call], float]]] = {
     POINTWISE: _pointwise,
     COSTLY: _costly,
+    RANDOM: _random_numbers,
     REDUCTION: _reduction,
     NORM: _norm,
     COPY: _copy,

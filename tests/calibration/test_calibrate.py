@@ -164,7 +164,7 @@ def test_probes_count_the_work_that_a_plan_counts() -> None:
             work += sum(flops(n) / hidden or moved(n) for n in own)
         assert math.isclose(work, probe.work, rel_tol=0.15), probe.kind
         seen.add(probe.kind)
-    assert len(seen) == 10
+    assert len(seen) == 11
 
 
 def test_pointwise_ops_and_copies_read_other_tensors_in_each_call() -> None:

@@ -7,8 +7,9 @@
     kind                                             size                          share of
     matmul, convolution                              FLOPs                         FLOP/s of the dtype
     attention, cudnn attention, and their backwards  length of the keys            the same
-    norm, pointwise, costly pointwise, reduction,    bytes read and written        memory bandwidth
-    copy, lookup, optimizer; memory: any of these
+    norm, pointwise, costly pointwise, random        bytes read and written        memory bandwidth
+    numbers, reduction, copy, lookup, optimizer;
+    memory: any of these
     all-gather, reduce-scatter, all-reduce,          bytes that a rank sends       link bandwidth, on one node
     all-to-all, broadcast; collective: any of these
     network: any of these                            the same                      adapter bandwidth, between nodes
@@ -39,6 +40,7 @@ MATMUL, CONVOLUTION = "matmul", "convolution"
 ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
 CUDNN, CUDNN_BACKWARD = "cudnn attention", "cudnn attention backward"
 NORM, POINTWISE, COSTLY, REDUCTION = "norm", "pointwise", "costly pointwise", "reduction"
+RANDOM = "random numbers"
 COPY, LOOKUP, OPTIMIZER, MEMORY = "copy", "lookup", "optimizer", "memory"
 COLLECTIVE, NETWORK = "collective", "network"
 SUSTAINED = "sustained"
@@ -53,6 +55,7 @@ _FAMILY: Mapping[str, str] = types.MappingProxyType(
         ATTENTION_BACKWARD: ATTENTION,
         ATTENTION: MATMUL,
         COSTLY: POINTWISE,
+        RANDOM: COSTLY,
         NORM: REDUCTION,
         POINTWISE: MEMORY,
         REDUCTION: MEMORY,

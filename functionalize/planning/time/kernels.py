@@ -25,13 +25,17 @@ from functionalize.planning.machines.efficiency import (
     NORM,
     OPTIMIZER,
     POINTWISE,
+    RANDOM,
     REDUCTION,
 )
 
 # Ops of several instructions per element: exponentials, roots, divisions by polynomials.
 _COSTLY = (
     "cos cosh elu erf exp exp2 expm1 gelu gelu_backward log log1p log2 log_sigmoid mish pow reciprocal rsqrt sigmoid "
-    "sigmoid_backward silu silu_backward sin softplus sqrt tan tanh tanh_backward native_dropout bernoulli rand_like"
+    "sigmoid_backward silu silu_backward sin softplus sqrt tan tanh tanh_backward"
+)
+_RANDOM = (
+    "bernoulli exponential native_dropout normal normal_functional rand rand_like randint randn randn_like uniform"
 )
 _REDUCTIONS = (
     "_log_softmax _log_softmax_backward_data _softmax _softmax_backward_data all amax amin any argmax cumsum "
@@ -45,6 +49,7 @@ _LOOKUPS = "embedding embedding_dense_backward gather index index_add index_put 
 _BY_NAME: Mapping[str, str] = types.MappingProxyType(
     {
         **dict.fromkeys(_COSTLY.split(), COSTLY),
+        **dict.fromkeys(_RANDOM.split(), RANDOM),
         **dict.fromkeys(_REDUCTIONS.split(), REDUCTION),
         **dict.fromkeys(_COPIES.split(), COPY),
         **dict.fromkeys(_LOOKUPS.split(), LOOKUP),
