@@ -35,7 +35,8 @@ _COSTLY = (
     "sigmoid_backward silu silu_backward sin softplus sqrt tan tanh tanh_backward"
 )
 _RANDOM = (
-    "bernoulli exponential native_dropout normal normal_functional rand rand_like randint randn randn_like uniform"
+    "bernoulli exponential native_dropout normal normal_functional rand rand_like randint randn "
+    "randn_like uniform"
 )
 _REDUCTIONS = (
     "_log_softmax _log_softmax_backward_data _softmax _softmax_backward_data all amax amin any argmax cumsum "
