@@ -124,8 +124,12 @@ def main() -> None:
         found = json.loads(Path(folder, "measured.json").read_text())
     rows = [
         {
-            **{"step": name, "way": way, **plan},
-            **{"measured": real, "error": plan["seconds"] / real - 1, "page faults": faults},
+            "step": name,
+            "way": way,
+            **plan,
+            "measured": real,
+            "error": plan["seconds"] / real - 1,
+            "page faults": faults,
         }
         for (name, _, way), plan, (real, faults) in zip(STEPS, plans, found, strict=True)
     ]
@@ -133,16 +137,13 @@ def main() -> None:
         print(json.dumps({"machine": about(), "calibrated in": taken, "steps": rows}, indent=2))
         return
     print(f"{about()}; calibrated in {taken:.0f} s\n")
-    print(
-        "| step | way | modelled | kernels | collectives | host | measured | error | page faults |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    parts = ("kernels", "collectives", "host", "measured")
+    print(f"| step | way | modelled | {' | '.join(parts)} | error | page faults |")
+    print("| --- " * (len(parts) + 5) + "|")
     for row in rows:
-        parts = (row[k] for k in ("seconds", "kernels", "collectives", "host", "measured"))
-        cells = " | ".join(f"{1e3 * part:.1f} ms" for part in parts)
-        print(
-            f"| {row['step']} | {row['way']} | {cells} | {row['error']:+.0%} | {row['page faults']:,.0f} |"
-        )
+        cells = " | ".join(f"{1e3 * row[part]:.1f} ms" for part in ("seconds", *parts))
+        ends = f"{row['error']:+.0%} | {row['page faults']:,.0f}"
+        print(f"| {row['step']} | {row['way']} | {cells} | {ends} |")
     near = sum(abs(row["error"]) <= 0.15 for row in rows)
     print(f"\n{near} of {len(rows)} within 15 %")
 
