@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from functionalize.audit.schedule import AuditOption
+from functionalize.late_sizes.late_step import LateStep
 from functionalize.step.captured_step import CapturedStep
 from functionalize.step.options import (
     MAX_PROGRAM_BYTES,
@@ -92,7 +93,7 @@ def capture(
             dynamic=dynamic,
         )
     if not backward:
-        return CapturedStep(train_step, options)
+        return LateStep(train_step, options)
     if memory:
         raise ValueError(
             "memory=True records whole steps: a forward (backward=True) is a part of one"

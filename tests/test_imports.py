@@ -51,6 +51,7 @@ ORDER = [
     "audit",
     "lengths",
     "step",
+    "late_sizes",
     "step_backward",
     "entry",
     "deferral",

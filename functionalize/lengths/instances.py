@@ -22,7 +22,7 @@ from functionalize.ir.inputs import Call, InputSpec
 from functionalize.ir.outputs import OutputRole
 from functionalize.program.known_inputs import KnownInputs
 from functionalize.program.program import Program
-from functionalize.run.boxed import BoxedTemplate, CodeWithRanges, boxed
+from functionalize.run.boxed import BoxedTemplate, CodeWithRanges, Runner, boxed
 from functionalize.run.windows import NO_WINDOWS, KnownResults, ViewForm, Windows, windows
 from functionalize.templates.fitting import Formula, Sizes, evaluator
 from functionalize.templates.leaves import PARTS, ReplacedParts
@@ -129,7 +129,7 @@ class SharedInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class _Varying:
+class VaryingPart:
     """One part of a program in which integers vary. name, index: its place. make: from all integers that vary to it."""
 
     name: str
@@ -141,12 +141,12 @@ class Instances:
     """The programs of one template. code: None if its graph cannot be compiled for all sizes at once."""
 
     def __init__(
-        self, template: Template, code: BoxedTemplate | None, parts: Sequence[_Varying]
+        self, template: Template, code: BoxedTemplate | None, parts: Sequence[VaryingPart]
     ) -> None:
         self.template, self._code, self._parts = template, code, parts
         reference = template.reference
         self.reference = reference
-        self._evaluate = evaluator(_varying(template), len(template.symbols.names))
+        self._evaluate = evaluator(varying_formulas(template), len(template.symbols.names))
         self._random = any(is_random(node) for node in reference.graph.nodes)
         self._count = reference.nodes()
         self._shared = SharedInputs()
@@ -157,7 +157,7 @@ class Instances:
     ) -> Instances:
         """sizes: those of the recordings. programs: for these sizes; else the template makes them."""
         programs = programs or list(map(template.at, sizes))
-        numbers = {f: number for number, f in enumerate(_varying(template))}
+        numbers = {f: number for number, f in enumerate(varying_formulas(template))}
         names = {f: f"i{number}" for f, number in numbers.items()}
         pairs = zip(template.formulas, template.predicted(sizes[0]), strict=True)
         integers = [SymbolicInt(v, names[f], numbers[f]) if f.terms else v for f, v in pairs]
@@ -175,8 +175,14 @@ class Instances:
         template, code = self.template, self._code
         if code is None or template.reference.runner is not boxed:
             return template.at(sizes)
-        reference = template.reference
         numbers = self._evaluate(*sizes)
+        return self.filled(Instance, sizes, numbers, code.at(numbers, _ranges))
+
+    def filled(
+        self, kind: type[Instance], sizes: Sizes, numbers: Sequence[int], run: Runner
+    ) -> Instance:
+        """The program for these sizes, which runs this code. numbers: the integers that vary in its other parts."""
+        template, reference = self.template, self.template.reference
         changed: dict[str, list[Any]] = {}
         for part in self._parts:
             if part.name not in changed:
@@ -185,13 +191,13 @@ class Instances:
         fields = {f: getattr(reference, f) for f in _FIELDS} | {
             name: tuple(several) for name, several in changed.items()
         }
-        made = Instance(graph=None, **fields)  # type: ignore[arg-type]
+        made = kind(graph=None, **fields)  # type: ignore[arg-type]
         made._template, made._sizes = template, sizes
         made._count, made._random = self._count, self._random
         made._shared = self._shared
         own = [part.index for part in self._parts if part.name == "guards"]
         made._own_guards = tuple(made.guards[index] for index in own)
-        made._run = code.at(numbers, _ranges)
+        made._run = run
         return made
 
 
@@ -222,18 +228,18 @@ def _ranges(program: Program) -> Any:
     return CodeWithRanges(program.graph)(program)
 
 
-def _varying(template: Template) -> list[Formula]:
+def varying_formulas(template: Template) -> list[Formula]:
     return list(dict.fromkeys(f for f in template.formulas if f.terms))
 
 
-def _parts(reference: Program, with_symbols: Mapping[str, Sequence[Any]]) -> Iterator[_Varying]:
+def _parts(reference: Program, with_symbols: Mapping[str, Sequence[Any]]) -> Iterator[VaryingPart]:
     """The parts of a program beside its graph in which an integer varies. with_symbols: the parts, by name."""
     for name in PARTS:
         pairs = zip(with_symbols[name], getattr(reference, name), strict=True)
         for index, (new, was) in enumerate(pairs):
             make = maker(new, was)
             if make is not None:
-                yield _Varying(name, index, make)
+                yield VaryingPart(name, index, make)
 
 
 def _windows(

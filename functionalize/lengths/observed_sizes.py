@@ -105,6 +105,10 @@ class ObservedSizes(TorchFunctionMode):
                 replace_escaped(self.log)
                 self.log.close()
 
+    def learn(self, known: KnownSizes) -> None:
+        """Sizes are known from now on that ops have made."""
+        self._known = known
+
     def lose(self, why: str) -> None:
         """Note something about sizes that Python learns and that is not known."""
         self.lost = self.lost or why

@@ -152,6 +152,21 @@ class Proof:
     def _known(self) -> list[KnownPath]:
         return [each for each in self._paths if each.is_known]
 
+    @property
+    def wants_observer(self) -> bool:
+        """Whether a run of unknown sizes is observed: too few were, or too few have learned the same."""
+        return not self.is_hopeless and self._tried < _MOST_RUNS
+
+    @property
+    def has_known_path(self) -> bool:
+        """Whether two observed runs have learned the same."""
+        return bool(self._known)
+
+    def python_differs(self, sizes: Sizes) -> str | None:
+        """Why Python may take another way at these sizes than in observed runs; None: it does not."""
+        known = self._known
+        return _first_of(known, sizes) if known else "what Python learns of sizes was not observed"
+
     def knows_python(self, sizes: Sizes, why: str | None) -> bool:
         """Whether only torch may do otherwise at these sizes, which are compared. why: they are."""
         if self.is_hopeless or why == self.due or not self._known:
@@ -187,7 +202,7 @@ class Proof:
             return "what Python learns of sizes was not observed yet"
         return (
             _first_of(known, sizes)
-            or self._torch_may_differ(sizes, others, known)
+            or self.torch_may_differ(sizes, others, known)
             or self._is_due()
         )
 
@@ -215,9 +230,10 @@ class Proof:
         """A size was compared because one in so many is, on this rank or on another: the next one is so later."""
         self.new, self.gap = 0, min(2 * self.gap, _THINNEST * self.every)
 
-    def _torch_may_differ(
+    def torch_may_differ(
         self, sizes: Sizes, others: Sequence[Sizes], known: Sequence[KnownPath]
     ) -> str | None:
+        """Why torch may choose other ops at these sizes than at compared ones; None: it does not."""
         others = [each for each in others if _first_of(known, each) is None]
         compared = [*self.compared, *self.elsewhere]
         below = [each for each in compared if _is_below(each, sizes)]

@@ -196,11 +196,17 @@ class Templates:
         return [*(f for each in self.programs for f in each.formulas), *self.whole.formulas()]
 
     @staticmethod
-    def of(references: Sequence[Reference], fewest: int = FEWEST) -> Templates | Mismatch:
-        """The templates of recordings with equal tokens. fewest: the number of sizes; `EARLY`: one size may vary."""
+    def of(
+        references: Sequence[Reference], fewest: int = FEWEST, may_be_equal: bool = False
+    ) -> Templates | Mismatch:
+        """The templates of recordings with equal tokens. fewest: the number of sizes; `EARLY`: one size may vary.
+
+        may_be_equal: whether all recordings may be of the same sizes.
+        """
         calls, names = [r.shapes for r in references], references[0].names
         least = fewest if len(calls) == EARLY else FEWEST
-        if len({tuple(map(tuple, shapes)) for shapes in calls}) < least:
+        different = len({tuple(map(tuple, shapes)) for shapes in calls})
+        if different < least and not (may_be_equal and different == 1):
             return Mismatch(0, "the arguments", f"less than {least} different sizes")
         symbols = Symbols.of(calls, names)
         if len(calls) == EARLY and len(symbols.names) > 1:

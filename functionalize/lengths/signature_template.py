@@ -257,9 +257,11 @@ class SignatureTemplate:
         return frozenset(f for geometry, found in pairs for f in found[: len(geometry.size)])
 
     def known_at(self, sizes: Sizes) -> KnownSizes:
-        """The sizes of tensors in a call."""
+        """The sizes of tensors in a call; of its first symbols alone, those that are functions of these."""
         found: dict[int, list[Formula]] = {}
         for each in self.lengths():
+            if each.symbols and max(each.symbols) >= len(sizes):
+                continue
             found.setdefault(each.value(sizes), []).append(each)
         alone = {value: several[0] for value, several in found.items() if len(several) == 1}
         varying = {value: each for value, each in alone.items() if each.terms}

@@ -53,7 +53,7 @@ from functionalize.ir.scalars import (
     is_known_before_run,
 )
 from functionalize.ir.waits import sink_waits
-from functionalize.program.early_guard import EarlyGuard, is_early
+from functionalize.program.early_guard import A_SIZE, EarlyGuard, is_early
 from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
 from functionalize.scalars.live_scalars import expression_of
@@ -217,7 +217,7 @@ class Builder:
                     self._value_guards.append(NanGuard(self.slot(node), scalar.value, where, *nan))
                     continue
                 early = id(record) in self.early
-                self._guard_value(node, scalar.value, where, "a tensor's value", early)
+                self._guard_value(node, scalar.value, where, self._what(record), early)
 
     def _note_gradient(self, record: OpRecord) -> None:
         """Put the number of a leaf on the node of its gradient, which autograd has just accumulated."""
@@ -245,8 +245,11 @@ class Builder:
         node = self.emit.number(expression)
         what = f"`{expression_text(expression)}`"
         if not isinstance(expression, Applied):
-            what = "a tensor's value"
+            what = self._what(expression.record)
         self._guard_value(node, fact.value, where, what, is_early(expression, self.early))
+
+    def _what(self, record: OpRecord) -> str:
+        return A_SIZE if self.recorder.checks.counts(record) else "a tensor's value"
 
     def _guard_value(self, node: fx.Node, value: Any, where: str, what: str, early: bool) -> None:
         if early:

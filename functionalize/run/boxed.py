@@ -21,7 +21,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -83,6 +83,26 @@ class CodeWithRanges:
         return self.code
 
 
+class LateLines(Protocol):
+    """Code that computes integers while the graph runs, of the sizes of results: `late_sizes/late_code.py`."""
+
+    def begin(self) -> Sequence[str]:
+        """Lines before the first op."""
+        ...
+
+    def after(self, node: fx.Node, name: str) -> Sequence[str]:
+        """Lines after an op, whose result is called `name`."""
+        ...
+
+    def call(self, node: fx.Node, call: str, name: Callable[[fx.Node], str]) -> str:
+        """The expression that calls an op. name: of each value."""
+        ...
+
+    def check(self, number: SymbolicInt) -> None:
+        """Raise `TypeError` if an integer is needed before it is known."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BoxedTemplate:
     """The code of a graph with symbols (`SymbolicInt`) in the places of integers: compiled once, for all values.
@@ -97,17 +117,22 @@ class BoxedTemplate:
 
     @staticmethod
     def of(
-        program: Program, arguments: Arguments, names: Sequence[str], views: Windows
+        program: Program,
+        arguments: Arguments,
+        names: Sequence[str],
+        views: Windows,
+        late: LateLines | None = None,
     ) -> BoxedTemplate:
-        """arguments: of the nodes, with symbols. names: of these. views: the windows of the program, with symbols.
+        """arguments: of the nodes, with symbols. names: of those whose values `at` takes. views: the windows of the
+        program, with symbols. late: computes the other symbols.
 
         Raises `TypeError` if a symbol is in an argument of another type than lists, tuples and slices.
         """
-        make, bases, last = _code(program, False, views, tuple(names), arguments)
+        make, bases, last = _code(program, False, views, tuple(names), arguments, late)
         return BoxedTemplate(make, tuple(names), tuple(bases), last)
 
-    def at(self, values: Sequence[int], with_ranges: Any) -> Runner:
-        """The code for these integers, one for each symbol."""
+    def at(self, values: Sequence[Any], with_ranges: Any) -> Runner:
+        """The code for these values, one for each name."""
         run: Any = self.make(*values)
         if self.bases:
             known = dict(zip(self.names, values, strict=True))
@@ -147,10 +172,11 @@ def _code(
     views: Windows,
     symbols: Sequence[str] = (),
     arguments: Arguments = MappingProxyType({}),
+    late: LateLines | None = None,
 ) -> tuple[Callable[..., Runner], list[Foretold], bool]:
     """A function from the values of the symbols to the code, the bases of its windows, whether its last op writes.
 
-    arguments: of nodes, with symbols.
+    arguments: of nodes, with symbols. late: see `BoxedTemplate.of`.
     """
     namespace: dict[str, Any] = {}
     names: dict[fx.Node, str] = {}
@@ -172,6 +198,7 @@ def _code(
     if placeholders:
         lines.append(f"    {', '.join(names[n] for n in placeholders)}, = inputs")
     lines.append("    inputs.clear()")
+    lines += [f"    {line}" for line in late.begin()] if late is not None else []
 
     def text(arg: Any) -> str:
         if isinstance(arg, fx.Node):
@@ -181,6 +208,8 @@ def _code(
             if isinstance(arg, list):
                 return f"[{inner}]"
             return f"({inner},)" if arg else "()"
+        if late is not None and type(arg) is SymbolicInt:
+            late.check(arg)
         if arg is None or type(arg) in (bool, int, str, SymbolicInt):
             return repr(arg)
         if isinstance(arg, slice):
@@ -249,7 +278,11 @@ def _code(
                 handle = handles[node.target]
             kept = "" if silent else f"{names[node]} = "
             value = _item(node, parts) or f"{handle}({', '.join(parts)})"
+            if late is not None:
+                value = late.call(node, value, names.__getitem__)
             lines.append(f"    {kept}{value}")
+            if late is not None:
+                lines += [f"    {line}" for line in late.after(node, names[node])]
         elif node.op == "get_attr":
             constant = _bind(namespace, "c", program.constants[str(node.target)])
             lines.append(f"    {names[node]} = {constant}")

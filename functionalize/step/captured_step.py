@@ -343,12 +343,8 @@ class CapturedStep(PredictedStep):
         key = call.key
         if isinstance(outcome, Built):
             self._end_warm_ups(key)
-            key = self._key_with_sizes(key, outcome.cached.program)
-            self._add(key, outcome.cached)
-            if self._lengths is not None:
-                self._lengths.recorded.note(key)
-            if outcome.reference is not None and self._lengths is not None:
-                outcome.cached.group = self._learn(key, outcome.reference, call)
+            if outcome.is_replayed:
+                self._keep_program(outcome, call)
             self._last_summary = outcome.summary
             self.stats.captured(outcome.counts)
         elif isinstance(outcome, WarmUp):
@@ -361,6 +357,14 @@ class CapturedStep(PredictedStep):
         else:
             self._refuse(EVERY_CALL if outcome.everywhere else key, outcome.error)
             self.stats.warmups += 1
+
+    def _keep_program(self, built: Built, call: Invocation) -> None:
+        key = self._key_with_sizes(call.key, built.cached.program)
+        self._add(key, built.cached)
+        if self._lengths is not None:
+            self._lengths.recorded.note(key)
+            if built.reference is not None:
+                built.cached.group = self._learn(key, built.reference, call)
 
     def _add(self, key: Hashable, cached: CachedProgram) -> None:
         self._cache.add(key, cached)

@@ -123,13 +123,14 @@ class Steady:
 class Built:
     """A program that later calls can replay. summary: that of its recording. counts: the figures for `step.stats`.
 
-    reference: what programs of other sizes are predicted from, if they are.
+    reference: what programs of other sizes are predicted from, if they are. is_replayed: whether later calls find it.
     """
 
     cached: CachedProgram
     summary: RecordingSummary
     counts: ProgramCounts
     reference: Reference | None = None
+    is_replayed: bool = True
     level: ClassVar[Level] = Level.KEPT
 
 

@@ -366,7 +366,7 @@ def refusals(recorder: Recorder, leaves: Sequence[Any], roots: Roots) -> list[st
     checks.check_generators(lambda: "after its last random op")
     reasons = [
         *checks.unrepeatable,
-        *checks.late_sizes(recorder),
+        *checks.unknown_sizes(recorder),
         checks.unwritten(recorder.records),
         hidden(leaves),
         why_not_here(list(roots.modules.values())),

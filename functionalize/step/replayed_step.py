@@ -24,6 +24,7 @@ from functionalize.audit.verdict import AuditVerdict
 from functionalize.errors import AuditError, FunctionalizeError, GuardError, UncapturableError
 from functionalize.ir.inputs import Call
 from functionalize.lengths.data_sizes import DataSizes
+from functionalize.program.executable import Vote
 from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
 from functionalize.run.detached_outputs import refuse_backward
@@ -196,7 +197,7 @@ class ReplayedStep:
         return DIFFER
 
     def _replay(self, cached: CachedProgram, call: Call) -> Any:
-        vote = self._vote if self._votes_again else None
+        vote = self._vote_after_graph() if self._votes_again else None
         drop(call, cached.dropped)
         result, left = cached.program.replay(call, vote)
         count = len(cached.slots)
@@ -204,6 +205,10 @@ class ReplayedStep:
         self._note_replay(cached)
         repeat(cached.python_effects, call, left[count:])
         return refuse_backward(result, cached.has_grad_fn)
+
+    def _vote_after_graph(self) -> Vote | None:
+        """The vote on whether all guards on numbers hold, where ranks vote again when the graph has run."""
+        return self._vote
 
     def _note_replay(self, cached: CachedProgram) -> None:
         cached.replays += 1

@@ -3,6 +3,7 @@
 shapes_of(key)               the sizes of the tensors among the arguments
 open_key(key)                the key without them; 0 and 1 stay, which torch treats in their own way
 with_made_sizes(key, (17,))  the key with sizes that ops make of the arguments, as of one more tensor, at its end
+with_late_sizes(key, (5,))   the key of a recorded call with sizes that were known when ops had run, in the same way
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from functionalize.templates.symbols import Shapes
 
 MADE = "results of ops"  # stands for a tensor whose shape are the sizes that ops make of arguments
+LATE = "computed results"  # the same for sizes that ops make of what the step computes
 
 
 def open_key(key: Any) -> Hashable:
@@ -35,6 +37,11 @@ def has_made_sizes(key: Any) -> bool:
 def with_made_sizes(key: Any, sizes: Iterable[int]) -> Hashable:
     """A key, with the sizes that ops make of the arguments."""
     return (*key, (torch.Size(map(int, sizes)), MADE))
+
+
+def with_late_sizes(key: Any, sizes: Iterable[int]) -> Hashable:
+    """A key, with the sizes that were known when ops had run."""
+    return (*key, (torch.Size(sizes), LATE))
 
 
 def _is_tensor(part: Any) -> bool:

@@ -24,6 +24,7 @@ from itertools import combinations, combinations_with_replacement
 Sizes = tuple[int, ...]
 Factors = tuple[int, ...]  # the numbers of the sizes that are multiplied
 _DIVISORS = range(2, 9)
+_FEW = 4  # sizes that vary, of which more forms are tried
 _MOST_FACTORS = 3  # batch, height and width
 _FEWEST_OF_ONE_REST = 5  # recordings: with fewer, one of another remainder is awaited
 _LARGEST_EXACT = 64**2  # by which a product is divided, as patches of images do
@@ -53,6 +54,11 @@ class Formula:
     def rest(self, sizes: Sizes) -> int:
         """The remainder that the division leaves; 0 if there is no division."""
         return self._total(sizes) % self.divisor
+
+    @property
+    def symbols(self) -> frozenset[int]:
+        """The numbers of the sizes of which it is a function."""
+        return frozenset(i for _, factors in self.terms for i in factors)
 
     def _total(self, sizes: Sizes) -> int:
         return self.constant + sum(c * _product(sizes, factors) for c, factors in self.terms)
@@ -84,6 +90,8 @@ def fit(sizes: Sequence[Sizes], values: Sequence[int]) -> Formula | None:
     """The function of the sizes that has these values; None if there is none, or if several have them."""
     if len(set(values)) == 1:
         return Formula(values[0])
+    if len(sizes[0]) > _FEW:
+        return _fit_of_many(sizes, values)
     products = _products(sizes)
     few = {factors: column for factors, column in products.items() if len(factors) < _MOST_FACTORS}
     divided: list[Formula] = []
@@ -97,6 +105,28 @@ def fit(sizes: Sequence[Sizes], values: Sequence[int]) -> Formula | None:
         return divided[0] if len(divided) == 1 else None
     found = list(dict.fromkeys([*_floors(few, values), *_remainders(few, values)]))
     return found[0] if len(found) == 1 else None
+
+
+def _fit_of_many(sizes: Sequence[Sizes], values: Sequence[int]) -> Formula | None:
+    """The same where many sizes vary: a multiple of one, or of the product of two, perhaps with a summand."""
+    for count in (1, 2):
+        numbers = combinations_with_replacement(range(len(sizes[0])), count)
+        found = [f for each in numbers if (f := _on_line(sizes, each, values)) is not None]
+        if found:
+            return found[0] if len(found) == 1 else None
+    return None
+
+
+def _on_line(sizes: Sequence[Sizes], factors: Factors, values: Sequence[int]) -> Formula | None:
+    column = [_product(each, factors) for each in sizes]
+    low, high = column.index(min(column)), column.index(max(column))
+    if len(set(column)) < 3:  # one more than it has unknowns
+        return None
+    slope, rest = divmod(values[high] - values[low], column[high] - column[low])
+    constant = values[low] - slope * column[low]
+    if rest or any(slope * p + constant != v for p, v in zip(column, values, strict=True)):
+        return None
+    return Formula(constant, ((slope, factors),))
 
 
 def line(sizes: Sequence[Sizes], values: Sequence[int]) -> Formula | None:

@@ -45,8 +45,13 @@ class Symbols:
 
     def sizes_of(self, shapes: Shapes) -> Sizes | str:
         """The value of each symbol in a call; text: in what the call is of another kind."""
+        return self.first_of(shapes, len(self.names))
+
+    def first_of(self, shapes: Shapes, count: int) -> Sizes | str:
+        """The same of the first symbols alone. shapes: of the first tensors, which have these."""
         found: dict[int, int] = {}
-        for (label, symbol, constant), size in zip(self.places, _flat(shapes), strict=True):
+        sizes = _flat(shapes)
+        for (label, symbol, constant), size in zip(self.places[: len(sizes)], sizes, strict=True):
             if symbol < 0 and size != constant:
                 return f"{label} is {size}, was always {constant}"
             if symbol >= 0 and found.setdefault(symbol, size) != size:
@@ -54,7 +59,7 @@ class Symbols:
                 return f"{label} is {size}, was equal to {first}"
             if symbol >= 0 and size < 2:
                 return f"{label} is {size}"
-        return tuple(found[number] for number in range(len(self.names)))
+        return tuple(found[number] for number in range(count))
 
     def values_in(self, shapes: Shapes) -> Sizes:
         """The sizes in the places of the symbols in any call, also of another kind."""

@@ -12,7 +12,7 @@ Invariant: the program for sizes of which one was recorded equals it, leaf for l
 which branch a length takes in Python, and which kernel in torch, is known only where the step has run.
 Refusals: fewer than three programs, other ops, constants or integers without a function, sizes of 0 or 1 beside
 others, since torch treats those in its own way; results whose sizes depend on data, if these are not counted before
-the call (`MADE` among the names).
+the call, or by the graph (`MADE`, `LATE` among the names).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from functionalize.ir.ops import MASKS, is_sized_by_data
 from functionalize.program.early_guard import EarlyGuard
 from functionalize.program.printer import node_text, program_text
 from functionalize.program.program import Program
-from functionalize.templates.call_keys import MADE
+from functionalize.templates.call_keys import LATE, MADE
 from functionalize.templates.fitting import Formula, Sizes, fit, line
 from functionalize.templates.leaves import INTEGER, Leaves, leaves_of, no_copy, with_integers
 from functionalize.templates.symbols import Shapes, Symbols
@@ -83,7 +83,7 @@ class Template:
         if not calls:
             calls, names = list(map(_shapes_of, programs)), _names_of(programs[0])
         for node in programs[0].graph.nodes:
-            if MADE not in names and _is_sized_by_data(node):
+            if not {MADE, LATE}.intersection(names) and _is_sized_by_data(node):
                 return Mismatch(0, f"`{node_text(node)}`", "its size depends on data")
         symbols = Symbols.of(calls, names)
         sizes: list[Sizes] = []

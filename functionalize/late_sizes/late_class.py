@@ -1,0 +1,323 @@
+"""One class: recorded calls of a step that differ in the sizes that it computes, and perhaps in those of arguments.
+
+    group.add(reference, observer)             a recorded call
+    group.ready()                              whether its program is replayed, whatever it will compute
+    program = group.at(arguments)              for arguments of these sizes
+
+Every call that is compared is recorded: what it computes is known only then. The template is determined by all
+recordings until several in a row were as predicted; with more symbols more must agree, since then more functions fit a
+few numbers by chance.
+
+Which sizes a replay takes (`admission.py`):
+
+- Python. Runs were observed, as for the sizes of arguments (`lengths/proofs.py`): what it learned of a computed size must
+  hold for that of the replay. A size that Python asks for and that is also another one in that run teaches nothing.
+- torch, by thresholds, by remainders, by 0 and 1. So a computed size lies between compared ones, and leaves a
+  remainder that one has left. Sizes that one line of the step makes count as one here, such as those of the experts
+  of all layers: the same ops read them. That two sizes are equal by chance decides nothing: torch compares sizes of two
+  tensors that are broadcast to each other, and there only 1 and equal ones are possible.
+- The sizes of arguments are those of `lengths/proofs.py`.
+
+Invariant: a class in which a recording was not as predicted after replays is not replayed again.
+Refusals: sizes of 0 and 1 beside others; a collective that sends a computed size, since other ranks expect theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from functionalize.late_sizes.late_instances import LateInstances
+from functionalize.late_sizes.late_observer import LateObserver
+from functionalize.lengths.proofs import Proof
+from functionalize.lengths.references import Reference, Templates
+from functionalize.lengths.signature_template import SignatureTemplate
+from functionalize.program.early_guard import A_SIZE
+from functionalize.program.program import Program
+from functionalize.templates.call_keys import LATE
+from functionalize.templates.fitting import Formula, Sizes
+from functionalize.templates.symbols import Shapes, Symbols
+from functionalize.templates.template import FEWEST, Mismatch
+from functionalize.util.text import counted
+
+_MOST = 12  # recordings that determine a template
+_AGREEING = 2  # recordings in a row that must be as predicted, at least
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp", "symm_mem")
+
+
+@dataclass(slots=True)
+class _Range:
+    """Compared sizes that one line makes. rests: what they leave."""
+
+    low: int
+    high: int
+    rests: set[int]
+
+
+@dataclass(slots=True, eq=False)
+class LateClass:
+    """references: the recordings that determine the template; the last one alone once it is known.
+
+    is_late: for each size of a result that the step counts, whether it is known late.
+    agreed: how many in a row were as predicted. why: there is no template. lost: it is not replayed any more.
+    """
+
+    tokens: int
+    every: int
+    is_late: Sequence[bool] = ()
+    references: list[Reference] = field(default_factory=list)
+    templates: Templates | None = None
+    instances: LateInstances | None = None
+    proof: Proof | None = None
+    arguments: Proof | None = None
+    why: Mismatch | None = None
+    lost: str | None = None
+    recorded: int = 0
+    agreed: int = 0
+    replays: int = 0
+    misses: int = 0
+    _new: int = 0
+    _gap: int = 0
+    _ranges: dict[str, _Range] = field(default_factory=dict)
+    _lines: list[str] = field(default_factory=list)  # of each symbol that is known late
+
+    # -- recordings ------------------------------------------------------------------------------
+
+    def add(
+        self, reference: Reference, is_late: Sequence[bool], observer: LateObserver | None
+    ) -> None:
+        """Add a recording. is_late: see above. observer: of this call, made for the template as it is."""
+        self.recorded += 1
+        self.is_late = is_late
+        self._new = 0
+        if self.lost is not None:
+            return
+        sizes = self._as_predicted(reference)
+        if sizes is not None:
+            self.agreed += 1
+            self._compared(sizes)
+            if observer is not None and self.proof is not None:
+                self.proof.observed(sizes, observer.facts())
+            if self.is_known:
+                self._keep_last(reference)
+                return
+        elif self.templates is not None:
+            self.agreed = 0
+            if self.replays and self._has_sizes(reference):
+                self.lost = "a call was not as predicted"
+                return
+            if self.replays:  # what was one size in all recordings is another one now
+                self.templates = self.instances = None
+        self.references.append(reference)
+        if len(self.references) >= FEWEST:
+            self._make()
+        if len(self.references) >= _MOST and self.templates is None:
+            self.lost = str(self.why)
+
+    def _keep_last(self, reference: Reference) -> None:
+        reference.forget()
+        self.references[:] = [reference]
+
+    def _has_sizes(self, reference: Reference) -> bool:
+        assert self.templates is not None
+        return not isinstance(self._symbols.sizes_of(reference.shapes), str)
+
+    def _as_predicted(self, reference: Reference) -> Sizes | None:
+        """The sizes of a recording, if the template makes its program; None: it does not, or there is none."""
+        if self.templates is None:
+            return None
+        sizes = self._symbols.sizes_of(reference.shapes)
+        if isinstance(sizes, str):
+            return None
+        pairs = zip(reference.leaves, self.templates.programs, strict=True)
+        is_equal = all(tuple(own.integers) == t.predicted(sizes) for own, t in pairs)
+        return sizes if is_equal else None
+
+    def _make(self) -> None:
+        was, templates = self.templates, Templates.of(self.references, may_be_equal=True)
+        found = self._instances_of(templates) if isinstance(templates, Templates) else templates
+        if isinstance(found, Mismatch):
+            self.templates, self.instances, self.why = None, None, found
+            return
+        assert isinstance(templates, Templates)
+        is_same = was is not None and was.formulas == templates.formulas
+        is_same = is_same and was is not None and was.sizes == templates.sizes[: len(was.sizes)]
+        self.templates, self.instances, self.why = templates, found, None
+        if is_same:
+            return
+        symbols, whole = self._symbols, templates.whole
+        inputs = self.references[-1].program.inputs
+        on_cpu = all(spec.device.type == "cpu" for spec in inputs)
+        formulas = templates.formulas
+        self.proof = Proof.of(self.every, formulas, whole.lengths(), on_cpu)
+        own = [f for f in formulas if not f.symbols or max(f.symbols) < self.first]
+        lengths = [f for f in whole.lengths() if not f.symbols or max(f.symbols) < self.first]
+        self.arguments = Proof.of(self.every, own, lengths, on_cpu)
+        self._lines, self._ranges, self._gap = _lines(symbols, self.references[0]), {}, self.every
+        for sizes in templates.sizes:
+            self._compared(sizes)
+
+    def _instances_of(self, templates: Templates) -> LateInstances | Mismatch:
+        template = templates.programs[0]
+        first = _first_late(template.symbols)
+        sent = _sent(templates.whole, first)
+        if sent is not None:
+            return Mismatch(0, f"`{sent}`", "what it sends has a size that the step computes")
+        return LateInstances.made(template, templates.sizes[0], first, self)
+
+    def _compared(self, sizes: Sizes) -> None:
+        assert self.proof is not None and self.arguments is not None
+        self.proof.compared.append(sizes)
+        self.arguments.compared.append(sizes[: self.first])
+        for line, size in zip(self._lines, sizes[self.first :], strict=True):
+            rest = size % self.proof.modulus
+            found = self._ranges.setdefault(line, _Range(size, size, set()))
+            found.low, found.high = min(found.low, size), max(found.high, size)
+            found.rests.add(rest)
+
+    @property
+    def _symbols(self) -> Symbols:
+        assert self.templates is not None
+        return self.templates.programs[0].symbols
+
+    @property
+    def first(self) -> int:
+        """The number of the first symbol that is known late."""
+        return _first_late(self._symbols)
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    @property
+    def is_known(self) -> bool:
+        """Whether as many recordings in a row were as predicted as the number of symbols asks for."""
+        if self.templates is None:
+            return False
+        late = len(self._symbols.names) - self.first
+        return self.agreed >= _AGREEING + max(late - 1, 0).bit_length()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its program is replayed."""
+        proof = self.proof
+        if self.lost is not None or proof is None or not self.is_known:
+            return False
+        if proof.lost is not None:
+            self.lost = f"it is not known what Python learns of sizes: {proof.lost}"
+            return False
+        return proof.has_known_path or not self._symbols.names
+
+    @property
+    def wants(self) -> bool:
+        """Whether a further recording may make it ready."""
+        return self.lost is None and not self.is_ready
+
+    def observer(self, shapes: Shapes) -> LateObserver | None:
+        """What observes a call that is recorded; None: nothing is to be learned of it. shapes: of its arguments."""
+        if self.templates is None or self.proof is None or self.proof.is_hopeless:
+            return None
+        sizes = self.sizes_of(shapes)
+        if isinstance(sizes, str) or not (self._symbols.names and self.proof.wants_observer):
+            return None
+        return LateObserver(self.templates.whole, self._symbols, sizes, self.is_late)
+
+    def sizes_of(self, shapes: Shapes) -> Sizes | str:
+        """The sizes of the arguments of a call; text: in what it is of another kind."""
+        return self._symbols.first_of(shapes, self.first)
+
+    def why_compared(self, sizes: Sizes) -> str | None:
+        """Why a call with arguments of these sizes is recorded; None: it is replayed."""
+        assert self.arguments is not None
+        if sizes in self.arguments.compared:
+            return None
+        return self.arguments.torch_may_differ(sizes, (), ())
+
+    def is_due(self) -> bool:
+        """Count a call; whether it is recorded, as one in so many is, and compared."""
+        self._new += 1
+        if self._new < self._gap:
+            return False
+        self._new, self._gap = 0, min(2 * self._gap, 8 * self.every)
+        return True
+
+    @property
+    def text(self) -> str:
+        """What is known of it, for `explain`."""
+        text = f"sizes that the step computes: {counted(self.recorded, 'recorded call')}"
+        if self.lost is not None:
+            return f"{text}; none is replayed: {self.lost}"
+        if self.is_ready:
+            late = len(self._symbols.names) - self.first
+            return (
+                f"{text} are one program, in which {counted(late, 'size')} may vary; {counted(self.replays, 'replay')}; "
+                f"{counted(self.misses, 'replay')} met a size that was not compared"
+            )
+        why = f": {self.why}" if self.why is not None else ""
+        return f"{text}, of which more are needed to replay others{why}"
+
+    def at(self, sizes: Sizes) -> Program:
+        """The program for arguments of these sizes."""
+        assert self.instances is not None
+        program = self.instances.at(sizes)
+        program.facts = self.references[-1].program.facts
+        return program
+
+    # -- replays: `admission.Rules` ----------------------------------------------------------------
+
+    def why_refused(self, symbol: int, size: int) -> str | None:
+        assert self.proof is not None
+        if size < 2:
+            return "is one that torch treats in its own way"
+        found = self._ranges[self._lines[symbol - self.first]]
+        if not found.low <= size <= found.high:
+            return f"is not between compared ones, {found.low} and {found.high}"
+        rest = size % self.proof.modulus
+        if rest not in found.rests:
+            return f"leaves {rest} by {self.proof.modulus}, as no compared one does"
+        return None
+
+    def compared_size(self, symbol: int, arguments: Sizes) -> int:
+        assert self.proof is not None
+        fits = [c for c in self.proof.compared if c[: self.first] == arguments]
+        return min(each[symbol] for each in fits or self.proof.compared)
+
+    def why_not(self, sizes: Sizes) -> str | None:
+        proof = self.proof
+        assert proof is not None
+        for formula in proof.divided:
+            rest = formula.rest(sizes)
+            if all(formula.rest(c) != rest for c in proof.compared):
+                return f"no compared size leaves {rest} in {formula}"
+        return proof.python_differs(sizes) if sizes else None
+
+
+def _first_late(symbols: Symbols) -> int:
+    late = (n for n, name in enumerate(symbols.names) if name.endswith(f"`{LATE}`"))
+    return next(late, len(symbols.names))
+
+
+def _lines(symbols: Symbols, reference: Reference) -> list[str]:
+    """The line of the step that makes each size that is known late."""
+    first, found = _first_late(symbols), {}
+    guards = [g for g in reference.program.value_guards if g.what == A_SIZE]
+    places = symbols.places[len(symbols.places) - len(guards) :]
+    for guard, (_, symbol, _) in zip(guards, places, strict=True):
+        found.setdefault(symbol, guard.where)
+    return [found[n] for n in range(first, len(symbols.names))]
+
+
+def _sent(whole: SignatureTemplate, first: int) -> str | None:
+    """The first collective of which an argument or a result has a size that is known late."""
+
+    def is_late(function: Formula | tuple[object, tuple[Formula, ...]]) -> bool:
+        formulas = [function] if isinstance(function, Formula) else function[1]
+        return any(f.symbols and max(f.symbols) >= first for f in formulas)
+
+    late = [is_late(function) for function in whole.functions]
+    start = 0
+    for row, end in zip(whole.reference.rows, whole.ends, strict=True):
+        space = getattr(row.target, "namespace", "")
+        if space in _COLLECTIVES and any(late[n] for n in whole.columns[start:end]):
+            return str(row.target)
+        start = end
+    return None
+

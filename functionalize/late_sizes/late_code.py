@@ -1,0 +1,131 @@
+"""Code that learns sizes of results while the graph runs, and computes of them the integers of later ops.
+
+    v8 = op3(v4, [v7])
+    v8, s0, = late.admit(0, v8)
+    i5 = 2*s0 + 1
+    v9 = op4(v8, [i5, 8])
+
+    code = LateCode.of(template, first, arguments, sized)     or a `Mismatch`: a size that no result has
+    BoxedTemplate.of(..., late=code)
+
+Invariant: an integer is computed as soon as the sizes that it depends on are known, and code that needs one earlier is
+not made: `check` raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from functionalize.ir.ops import Geometry
+from functionalize.late_sizes.admission import Definition, SizedOp
+from functionalize.program.printer import node_text
+from functionalize.templates.fitting import Formula
+from functionalize.templates.template import Mismatch, SymbolicInt, Template
+
+# Ops that take as many elements as a mask selects: they fail where the values are another number of these.
+_TAKES_A_MASK = ("index_put", "_unsafe_index_put", "_index_put_impl", "masked_scatter")
+
+
+@dataclass
+class LateCode:
+    """ops: those with such results, in the order of the graph. names: of the integers that are computed late.
+
+    first: the number of the first symbol that is a size of a result.
+    """
+
+    first: int
+    ops: list[SizedOp] = field(default_factory=list)
+    names: Mapping[Formula, str] = field(default_factory=dict)
+    _numbers: dict[fx.Node, int] = field(default_factory=dict)
+    _known: set[int] = field(default_factory=set)  # symbols, as the code is made
+    _made: set[str] = field(default_factory=set)
+
+    @staticmethod
+    def of(
+        template: Template, first: int, names: Mapping[Formula, str], sized: Mapping[fx.Node, Any]
+    ) -> LateCode | Mismatch:
+        """names: of all integers that vary. sized: for each op whose result has a size that depends on data, what it
+        returns, with `SymbolicInt`s in the places of integers that vary.
+        """
+        formulas = {name: formula for formula, name in names.items()}
+        late = {f: name for f, name in names.items() if max(f.symbols) >= first}
+        code = LateCode(first, names=late)
+        known = set(range(first))
+        for node in template.reference.graph.nodes:
+            if node not in sized:
+                continue
+            shapes = [
+                tuple([_formula(size, formulas) for size in geometry.size])
+                for geometry in _geometries(sized[node])
+            ]
+            defines = list(_definitions(shapes, known))
+            code._numbers[node] = len(code.ops)
+            code.ops.append(SizedOp(f"`{node_text(node)}`", tuple(defines), tuple(shapes)))
+        unknown = set(range(len(template.symbols.names))) - known
+        if unknown:
+            name = template.symbols.names[min(unknown)]
+            return Mismatch(0, name, "no result of an op has this size")
+        return code
+
+    def begin(self) -> Sequence[str]:
+        self._known, self._made = set(range(self.first)), set()
+        return ["late.begin()"]
+
+    def after(self, node: fx.Node, name: str) -> Sequence[str]:
+        number = self._numbers.get(node)
+        if number is None:
+            return ()
+        new = [each.symbol for each in self.ops[number].defines]
+        self._known.update(new)
+        lines = [f"{', '.join([name, *(f's{n}' for n in new)])}, = late.admit({number}, {name})"]
+        for formula, integer in self.names.items():
+            if integer not in self._made and formula.symbols <= self._known:
+                self._made.add(integer)
+                lines.append(f"{integer} = {formula}")
+        return lines
+
+    def call(self, node: fx.Node, call: str, name: Callable[[fx.Node], str]) -> str:
+        target = getattr(node.target, "__name__", "")
+        if not target.startswith(_TAKES_A_MASK):
+            return call
+        first: Any = node.args[0]
+        return f"{call} if late.fits else {name(first)}"
+
+    def check(self, number: SymbolicInt) -> None:
+        text = repr(number)
+        if text in self.names.values() and text not in self._made:
+            raise TypeError("an op needs a size before it is known")
+
+
+def _formula(size: int, formulas: Mapping[str, Formula]) -> Formula:
+    return formulas[repr(size)] if type(size) is SymbolicInt else Formula(int(size))
+
+
+def _geometries(value: Any) -> Iterator[Geometry]:
+    """Those in what `size_by_data` returns, with other integers."""
+    if value and isinstance(value[0], Geometry):
+        yield value[0]
+    else:
+        for each in value:
+            yield from _geometries(each)
+
+
+def _definitions(
+    shapes: Sequence[Sequence[Formula]], known: set[int]
+) -> Iterator[Definition]:
+    """Where each size that is not known yet can be read. known: symbols; gets those that are found."""
+    for tensor, shape in enumerate(shapes):
+        for dim, formula in enumerate(shape):
+            unknown = formula.symbols - known
+            if formula.operator or len(unknown) != 1:
+                continue
+            (symbol,) = unknown
+            own = [c for c, factors in formula.terms if factors == (symbol,)]
+            rest = tuple([term for term in formula.terms if symbol not in term[1]])
+            if len(own) == 1 and len(rest) == len(formula.terms) - 1:
+                known.add(symbol)
+                yield Definition(symbol, tensor, dim, own[0], Formula(formula.constant, rest))

@@ -1,0 +1,205 @@
+"""A captured step whose results may have sizes that it computes: which calls are recorded, which are replayed.
+
+    step = LateStep(train_step, options)      as `CapturedStep`; calls without such sizes are handled by that
+
+A recording with such sizes has no program of its own: none would fit the next call. It is one of those that determine
+the program of its class (`late_class.py`), which is then replayed whatever the step computes, and once in a while
+recorded again and compared. A replay that meets a size that was not compared changes nothing: the call is recorded, or
+runs eagerly where recordings have not been returned by replays.
+Invariant: ranks that vote record together, or run eagerly together: which, the votes say.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any
+
+from functionalize.audit.signature import Signature
+from functionalize.errors import GuardError, SaveError
+from functionalize.ir.guards import ValueGuard
+from functionalize.ir.inputs import Call
+from functionalize.late_sizes.late_class import LateClass
+from functionalize.late_sizes.late_classes import LateClasses
+from functionalize.late_sizes.late_instances import LateInstance
+from functionalize.late_sizes.late_observer import LateObserver
+from functionalize.lengths.proofs import EVERY
+from functionalize.lengths.references import Reference
+from functionalize.program.early_guard import A_SIZE
+from functionalize.program.executable import Vote
+from functionalize.program.program import Program
+from functionalize.recorder.recorder import Recorder
+from functionalize.step.cache import CachedProgram
+from functionalize.step.captured_step import CapturedStep
+from functionalize.step.options import CaptureOptions
+from functionalize.step.outcome import Built
+from functionalize.step.recording import StepRecording
+from functionalize.step.stages import Invocation
+from functionalize.step.vote import RARE, Level, RankVote
+from functionalize.templates.call_keys import LATE, shapes_of, with_late_sizes
+from functionalize.templates.fitting import Sizes
+
+log = logging.getLogger("functionalize")
+_DUE = "one in so many calls whose sizes the step computes is recorded, and compared"
+# A recording takes as long as some 16 replays return.
+_FIRST_RECORDINGS, _REPLAYS = 16, 16
+
+
+class _AfterGraph:
+    """The vote of a replay after its graph, which says, too, whether all ranks record the call if it failed."""
+
+    def __init__(self, vote: RankVote, may_record: Callable[[], bool]) -> None:
+        self._vote, self._may_record = vote, may_record
+        self.worst = Level.KEPT
+
+    def any_failed(self, failed: bool) -> bool:
+        """See `RankVote`."""
+        mine = Level.NOT_YET if self._may_record() else Level.RARE
+        self.worst = self._vote.worst(mine if failed else Level.KEPT)
+        return self.worst is not Level.KEPT
+
+
+class LateStep(CapturedStep):
+    """A captured step."""
+
+    def __init__(self, train_step: Callable[..., Any], options: CaptureOptions) -> None:
+        super().__init__(train_step, options)
+        self._late = self._no_classes()
+        self._after: _AfterGraph | None = None
+        self._records_missed = True  # whether a call whose replay fails is recorded
+
+    def _no_classes(self) -> LateClasses:
+        dynamic = self._options.dynamic
+        return LateClasses(EVERY if isinstance(dynamic, (bool, str)) else max(dynamic, 2))
+
+    def forget(self) -> None:
+        super().forget()
+        self._late = self._no_classes()
+
+    def save(self, path: Any) -> None:
+        late = [cached for cached in self._cache if isinstance(cached.program, LateInstance)]
+        for cached in late:
+            self._cache.drop(cached)  # the class makes it again
+        if not len(self._cache) and len(self._late):
+            raise SaveError("has no program but those whose sizes it computes, which are not saved")
+        super().save(path)
+
+    # -- recordings ----------------------------------------------------------------------------
+
+    def _takes_late_sizes(self) -> bool:
+        """Whether results may have sizes that are known only while the graph runs."""
+        return self._lengths is not None and not self._options.compares
+
+    def _recorder(self, call: Invocation) -> Recorder:
+        recorder = super()._recorder(call)
+        recorder.checks.takes_late_sizes = recorder.ignore_fake and self._takes_late_sizes()
+        if isinstance(call.observer, LateObserver):
+            recorder.checks.counted = call.observer.counted
+        return recorder
+
+    def _capture(self, call: Invocation) -> Any:
+        group = self._late.of(call.key)
+        if group is not None:
+            call = replace(call, observer=group.observer(shapes_of(call.key)))
+        return super()._capture(call)
+
+    def _before_passes(self, recorded: Program, call: Invocation) -> tuple[int, bool]:
+        return (0, True) if _late_guards(recorded) else super()._before_passes(recorded, call)
+
+    def _signature(
+        self, recording: StepRecording, key: Hashable
+    ) -> Callable[[], Signature] | None:
+        if any(recording.recorder.checks.late_sizes(recording.recorder)):
+            return recording.signature()
+        return super()._signature(recording, key)
+
+    def _build(self, recording: StepRecording, call: Invocation) -> Built:
+        built = super()._build(recording, call)
+        cached = built.cached
+        guards = _late_guards(cached.program)
+        if not guards:
+            return built
+        key: Any = self._key_with_sizes(call.key, cached.program)
+        names = recording.entry.roots.arguments
+        found = Reference.of(key, names, call.leaves, cached.program, cached)
+        assert found is not None
+        late = with_late_sizes(key, [guard.value for guard in guards])
+        reference = replace(found, key=late, names=[*found.names, LATE])
+        observer = call.observer if isinstance(call.observer, LateObserver) else None
+        sources = recording.recorder.checks.late_sizes(recording.recorder)
+        self._late.learn(key, reference, sources, observer)
+        for each in list(self._cache):  # their sizes are those of the template as it was
+            if isinstance(each.program, LateInstance) and not each.program.is_current:
+                self._cache.drop(each)
+        return replace(built, reference=None, is_replayed=False)
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    def _is_unpredicted(self, call: Invocation) -> bool:
+        group = self._late.of(call.key)
+        if group is None:
+            return super()._is_unpredicted(call)
+        sizes = group.sizes_of(shapes_of(call.key)) if group.is_ready else ""
+        if not isinstance(sizes, str) and group.why_compared(sizes) is None:
+            self._take_late(group, sizes, call)
+            return False
+        return not (group.wants or self._may_record(group))
+
+    def _take_late(self, group: LateClass, sizes: Sizes, call: Invocation) -> None:
+        """The call is replayed, unless it computes a size that was not compared."""
+        rest, program = group.references[-1].rest, group.at(sizes)
+        reason = f"a prediction from {group.recorded} recorded calls that computed other sizes"
+        made = replace(
+            rest, program=program, op_stream=None, reason=reason, group=None, is_bare=False
+        )
+        self._cache.add(call.key, made)
+
+    def _may_record(self, group: LateClass) -> bool:
+        """Whether the time of another recording has been saved by replays."""
+        is_paid = group.recorded < _FIRST_RECORDINGS + group.replays // _REPLAYS
+        return group.lost is None and is_paid
+
+    def _try_replay(self, call: Invocation) -> tuple[bool | None, Any]:
+        group = self._late.of(call.key)
+        if group is None or not group.is_ready or not group.is_due():
+            self._after = None
+            return super()._try_replay(call)
+        worst = Level.NOT_YET if self._vote is None else self._vote.before_replay(None)
+        self._is_left_eager = worst is Level.RARE
+        self.stats.rare += self._is_left_eager
+        return False, RARE if self._is_left_eager else _DUE
+
+    def _vote_after_graph(self) -> Vote | None:
+        if self._vote is None:
+            return None
+        self._after = _AfterGraph(self._vote, lambda: self._records_missed)
+        return self._after
+
+    def _replay(self, cached: CachedProgram, call: Call) -> Any:
+        program = cached.program
+        group = program.rules if isinstance(program, LateInstance) else None
+        self._records_missed = group is None or self._may_record(group)
+        try:
+            result = super()._replay(cached, call)
+        except GuardError:
+            if group is not None:
+                group.misses += 1
+            if self._after is not None:
+                self._is_left_eager = self._after.worst is Level.RARE
+            elif group is not None:
+                self._is_left_eager = not self._records_missed
+            raise
+        if group is not None:
+            group.replays += 1
+        return result
+
+    @property
+    def _sizes_text(self) -> str:
+        lines = [super()._sizes_text, *(each.text for each in self._late)]
+        return "\n".join(lines)
+
+
+def _late_guards(program: Program) -> list[ValueGuard]:
+    """The guards on sizes of results that are known only while the graph runs."""
+    return [guard for guard in program.value_guards if guard.what == A_SIZE]
