@@ -76,8 +76,6 @@ class LateClass:
     agreed: int = 0
     replays: int = 0
     misses: int = 0
-    _new: int = 0
-    _gap: int = 0
     _ranges: dict[str, _Range] = field(default_factory=dict)
     _lines: list[str] = field(default_factory=list)  # of each symbol that is known late
 
@@ -89,7 +87,6 @@ class LateClass:
         """Add a recording. is_late: see above. observer: of this call, made for the template as it is."""
         self.recorded += 1
         self.is_late = is_late
-        self._new = 0
         if self.lost is not None:
             return
         sizes = self._as_predicted(reference)
@@ -153,7 +150,7 @@ class LateClass:
         own = [f for f in formulas if not f.symbols or max(f.symbols) < self.first]
         lengths = [f for f in whole.lengths() if not f.symbols or max(f.symbols) < self.first]
         self.arguments = Proof.of(self.every, own, lengths, on_cpu)
-        self._lines, self._ranges, self._gap = _lines(symbols, self.references[0]), {}, self.every
+        self._lines, self._ranges = _lines(symbols, self.references[0]), {}
         for sizes in templates.sizes:
             self._compared(sizes)
 
@@ -206,11 +203,6 @@ class LateClass:
             return False
         return proof.has_known_path or not self._symbols.names
 
-    @property
-    def wants(self) -> bool:
-        """Whether a further recording may make it ready."""
-        return self.lost is None and not self.is_ready
-
     def observer(self, shapes: Shapes) -> LateObserver | None:
         """What observes a call that is recorded; None: nothing is to be learned of it. shapes: of its arguments."""
         if self.templates is None or self.proof is None or self.proof.is_hopeless:
@@ -230,14 +222,6 @@ class LateClass:
         if sizes in self.arguments.compared:
             return None
         return self.arguments.torch_may_differ(sizes, (), ())
-
-    def is_due(self) -> bool:
-        """Count a call; whether it is recorded, as one in so many is, and compared."""
-        self._new += 1
-        if self._new < self._gap:
-            return False
-        self._new, self._gap = 0, min(2 * self._gap, 8 * self.every)
-        return True
 
     @property
     def text(self) -> str:

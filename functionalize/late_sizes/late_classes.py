@@ -1,15 +1,20 @@
 """The classes of a step whose sizes the step computes, by the kind of their calls.
 
-    classes.learn(key, reference, is_late, observer)     a recorded call; key: of the call, without computed sizes
-    classes.of(key)                                      the class that is replayed, or that most recordings are of
+    kind = classes.learn(key, reference, is_late, observer)     a recorded call; key: of the call, without computed sizes
+    kind = classes.of(key)                                      None: no such call was recorded
+    kind.turn()                                                 what the next call of this kind does
 
+A replay that meets a size that does not fit costs its own time beside that of the call. So a kind of which more than
+`_MOST_MISSES` of the last `_WINDOW` replays did runs eagerly for a while, and then tries again.
 Refusals: a kind of which `_MOST_APART` recordings are no one program, as of a step that decides by what it computes how
 many ops it runs; the error says where they part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import enum
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,14 +28,73 @@ from functionalize.templates.template import first_difference
 
 _MOST_APART = 4  # recordings of as many classes, none of which has a template
 _MOST = 16  # recordings of a kind without a program that is replayed
+_REPLAYS = 16  # a recording takes as long as so many replays return
+_WINDOW, _MOST_MISSES = 32, 8  # a replay returns a third of what one that misses costs
+_FIRST_REST = 128  # calls that run eagerly before replays are tried again
+_THINNEST = 8  # as in `lengths/proofs.py`
 
 
-@dataclass(slots=True)
-class _Kind:
-    """One kind of call. first: the leaves of its first recording."""
+class Turn(enum.Enum):
+    """What a call does."""
+
+    REPLAY = enum.auto()
+    RECORD = enum.auto()
+    REST = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class LateKind:
+    """One kind of call. first: the leaves of its first recording. every: one in so many calls is recorded.
+
+    new: calls since the last recording. gap: after so many the next one is recorded. rest: calls that run eagerly still.
+    """
 
     first: Leaves
+    every: int
     classes: list[LateClass] = field(default_factory=list)
+    new: int = 0
+    gap: int = 0
+    rest: int = 0
+    _next_rest: int = _FIRST_REST
+    _recent: deque[bool] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+
+    @property
+    def group(self) -> LateClass:
+        """The class that is replayed, or that most recordings are of."""
+        return max(self.classes, key=lambda each: (each.is_ready, each.replays, each.recorded))
+
+    @property
+    def recorded(self) -> int:
+        """The number of recordings."""
+        return sum(each.recorded for each in self.classes)
+
+    @property
+    def may_record(self) -> bool:
+        """Whether the time of another recording has been saved by replays."""
+        replays = sum(each.replays for each in self.classes)
+        return self.group.lost is None and self.recorded < _MOST + replays // _REPLAYS
+
+    def turn(self) -> Turn:
+        """What the next call does; counts it."""
+        if not self.group.is_ready:
+            return Turn.RECORD if self.may_record else Turn.REST
+        if self.rest:
+            self.rest -= 1
+            return Turn.REST
+        self.new += 1
+        if self.new < self.gap:
+            return Turn.REPLAY
+        self.gap = min(2 * self.gap, _THINNEST * self.every)
+        return Turn.RECORD
+
+    def replayed(self, group: LateClass, fits: bool) -> None:
+        """A replay has run its graph. fits: whether all sizes did, on all ranks."""
+        group.replays += fits
+        group.misses += not fits
+        self._recent.append(fits)
+        if self._recent.count(False) > _MOST_MISSES:
+            self._recent.clear()
+            self.rest, self._next_rest = self._next_rest, 2 * self._next_rest
 
 
 class LateClasses:
@@ -38,13 +102,17 @@ class LateClasses:
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self._kinds: dict[Hashable, _Kind] = {}
+        self._kinds: dict[Hashable, LateKind] = {}
 
     def __len__(self) -> int:
         return len(self._kinds)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[LateClass]:
         return (each for kind in self._kinds.values() for each in kind.classes)
+
+    def of(self, key: Any) -> LateKind | None:
+        """The kind of a call; None: none with computed sizes was recorded."""
+        return self._kinds.get(open_key(key))
 
     def learn(
         self,
@@ -52,45 +120,37 @@ class LateClasses:
         reference: Reference,
         sources: Sequence[str | None],
         observer: LateObserver | None,
-    ) -> LateClass:
-        """The class of a recorded call. sources: of each size of a result, what gives it; None: it is known early.
+    ) -> None:
+        """Add a recorded call. sources: of each size of a result, what gives it; None: it is known early.
 
         Raises `UncapturableError` if recordings of this kind are no one program.
         """
-        kind = self._kinds.setdefault(open_key(key), _Kind(reference.leaves[0]))
+        kind = self._kinds.get(open_key(key))
+        if kind is None:
+            kind = LateKind(reference.leaves[0], self._every, gap=self._every)
+            self._kinds[open_key(key)] = kind
+        kind.new = 0
         tokens = hash((reference.tokens, open_key(reference.key)))
         found = next((each for each in kind.classes if each.tokens == tokens), None)
         if found is None:
             found = LateClass(tokens, self._every)
             kind.classes.append(found)
         found.add(reference, [text is not None for text in sources], observer)
-        why = self._why_refused(kind, reference)
+        why = _why_refused(kind, reference)
         if why is not None:
             text = next(text for text in sources if text is not None)
             raise UncapturableError(f"{text}, and {why}")
-        return found
 
-    def _why_refused(self, kind: _Kind, latest: Reference) -> str | None:
-        if any(each.is_ready or each.templates is not None for each in kind.classes):
-            recorded = sum(each.recorded for each in kind.classes)
-            if recorded < _MOST or any(each.is_ready for each in kind.classes):
-                return None
-        lost = next((each.lost for each in kind.classes if each.lost is not None), None)
-        if lost is not None:
-            return f"recorded calls are no one program: {lost}"
-        if len(kind.classes) < _MOST_APART:
-            return None
-        difference = first_difference(kind.first, latest.leaves[0])
-        where = ": ".join(difference) if difference is not None else "a size is 0 or 1"
-        return f"{len(kind.classes)} recorded calls are no one program, at {where}"
 
-    def of(self, key: Any) -> LateClass | None:
-        """The class of a kind of call, if one was recorded."""
-        kind = self._kinds.get(open_key(key))
-        if kind is None:
-            return None
-        return max(kind.classes, key=lambda each: (each.is_ready, each.recorded))
-
-    def knows(self, key: Any) -> bool:
-        """Whether such calls have computed sizes."""
-        return open_key(key) in self._kinds
+def _why_refused(kind: LateKind, latest: Reference) -> str | None:
+    """Why no program is made of a kind, as far as its recordings tell; None: one may be."""
+    if kind.group.is_ready or (len(kind.classes) < _MOST_APART and kind.recorded < _MOST):
+        return None
+    if kind.recorded < _MOST and any(each.templates is not None for each in kind.classes):
+        return None
+    whole = max(kind.classes, key=lambda each: each.recorded)
+    if why := whole.lost or (whole.why and str(whole.why)):
+        return f"{whole.recorded} recorded calls are no one program: {why}"
+    difference = first_difference(kind.first, latest.leaves[0])
+    where = ": ".join(difference) if difference is not None else "a size is 0 or 1 in some of them"
+    return f"{kind.recorded} recorded calls are no one program, at {where}"

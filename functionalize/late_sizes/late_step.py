@@ -21,7 +21,7 @@ from functionalize.errors import GuardError, SaveError
 from functionalize.ir.guards import ValueGuard
 from functionalize.ir.inputs import Call
 from functionalize.late_sizes.late_class import LateClass
-from functionalize.late_sizes.late_classes import LateClasses
+from functionalize.late_sizes.late_classes import LateClasses, Turn
 from functionalize.late_sizes.late_instances import LateInstance
 from functionalize.late_sizes.late_observer import LateObserver
 from functionalize.lengths.proofs import EVERY
@@ -41,9 +41,7 @@ from functionalize.templates.call_keys import LATE, shapes_of, with_late_sizes
 from functionalize.templates.fitting import Sizes
 
 log = logging.getLogger("functionalize")
-_DUE = "one in so many calls whose sizes the step computes is recorded, and compared"
-# A recording takes as long as some 16 replays return.
-_FIRST_RECORDINGS, _REPLAYS = 16, 16
+_DUE = "calls whose sizes the step computes are recorded until they are one program, and one in so many later"
 
 
 class _AfterGraph:
@@ -67,6 +65,7 @@ class LateStep(CapturedStep):
         super().__init__(train_step, options)
         self._late = self._no_classes()
         self._after: _AfterGraph | None = None
+        self._turn: Turn | None = None  # of this call, if its kind has computed sizes
         self._records_missed = True  # whether a call whose replay fails is recorded
 
     def _no_classes(self) -> LateClasses:
@@ -99,9 +98,9 @@ class LateStep(CapturedStep):
         return recorder
 
     def _capture(self, call: Invocation) -> Any:
-        group = self._late.of(call.key)
-        if group is not None:
-            call = replace(call, observer=group.observer(shapes_of(call.key)))
+        kind = self._late.of(call.key)
+        if kind is not None:
+            call = replace(call, observer=kind.group.observer(shapes_of(call.key)))
         return super()._capture(call)
 
     def _before_passes(self, recorded: Program, call: Invocation) -> tuple[int, bool]:
@@ -137,14 +136,16 @@ class LateStep(CapturedStep):
     # -- calls ---------------------------------------------------------------------------------
 
     def _is_unpredicted(self, call: Invocation) -> bool:
-        group = self._late.of(call.key)
-        if group is None:
+        kind = self._late.of(call.key)
+        if kind is None:
             return super()._is_unpredicted(call)
-        sizes = group.sizes_of(shapes_of(call.key)) if group.is_ready else ""
-        if not isinstance(sizes, str) and group.why_compared(sizes) is None:
-            self._take_late(group, sizes, call)
-            return False
-        return not (group.wants or self._may_record(group))
+        group = kind.group
+        if self._turn is Turn.REPLAY:
+            sizes = group.sizes_of(shapes_of(call.key))
+            if not isinstance(sizes, str) and group.why_compared(sizes) is None:
+                self._take_late(group, sizes, call)
+                return False
+        return self._turn is Turn.REST or not kind.may_record
 
     def _take_late(self, group: LateClass, sizes: Sizes, call: Invocation) -> None:
         """The call is replayed, unless it computes a size that was not compared."""
@@ -155,17 +156,30 @@ class LateStep(CapturedStep):
         )
         self._cache.add(call.key, made)
 
-    def _may_record(self, group: LateClass) -> bool:
-        """Whether the time of another recording has been saved by replays."""
-        is_paid = group.recorded < _FIRST_RECORDINGS + group.replays // _REPLAYS
-        return group.lost is None and is_paid
+    def _is_skipped(self, call: Invocation) -> bool:
+        self._begin_turn(call)
+        return super()._is_skipped(call)
+
+    def _begin_turn(self, call: Invocation) -> None:
+        kind = self._late.of(call.key)
+        if kind is not None and self._turn is None:
+            self._turn = kind.turn()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See `CapturedStep`."""
+        self._turn = None
+        return super().__call__(*args, **kwargs)
 
     def _try_replay(self, call: Invocation) -> tuple[bool | None, Any]:
-        group = self._late.of(call.key)
-        if group is None or not group.is_ready or not group.is_due():
-            self._after = None
+        self._begin_turn(call)
+        self._after = None
+        if self._turn in (None, Turn.REPLAY):
             return super()._try_replay(call)
-        worst = Level.NOT_YET if self._vote is None else self._vote.before_replay(None)
+        is_rare, worst = self._turn is Turn.REST, Level.NOT_YET
+        if self._vote is not None:
+            worst = self._vote.before_replay(None, is_rare=is_rare)
+        elif is_rare:
+            worst = Level.RARE
         self._is_left_eager = worst is Level.RARE
         self.stats.rare += self._is_left_eager
         return False, RARE if self._is_left_eager else _DUE
@@ -178,20 +192,23 @@ class LateStep(CapturedStep):
 
     def _replay(self, cached: CachedProgram, call: Call) -> Any:
         program = cached.program
-        group = program.rules if isinstance(program, LateInstance) else None
-        self._records_missed = group is None or self._may_record(group)
+        if not isinstance(program, LateInstance):
+            kind = None
+        else:
+            kind = self._late.of(self._cache.key_of(cached))
+        self._records_missed = kind is None or kind.may_record
         try:
             result = super()._replay(cached, call)
         except GuardError:
-            if group is not None:
-                group.misses += 1
+            if kind is not None:
+                kind.replayed(program.rules, fits=False)
             if self._after is not None:
                 self._is_left_eager = self._after.worst is Level.RARE
-            elif group is not None:
+            elif kind is not None:
                 self._is_left_eager = not self._records_missed
             raise
-        if group is not None:
-            group.replays += 1
+        if kind is not None:
+            kind.replayed(program.rules, fits=True)
         return result
 
     @property

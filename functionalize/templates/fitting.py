@@ -27,6 +27,7 @@ _DIVISORS = range(2, 9)
 _FEW = 4  # sizes that vary, of which more forms are tried
 _MOST_FACTORS = 3  # batch, height and width
 _FEWEST_OF_ONE_REST = 5  # recordings: with fewer, one of another remainder is awaited
+_MANY = 6  # recordings, between whose sizes divisions by small numbers and by larger ones may give the same
 _LARGEST_EXACT = 64**2  # by which a product is divided, as patches of images do
 
 
@@ -104,6 +105,9 @@ def fit(sizes: Sequence[Sizes], values: Sequence[int]) -> Formula | None:
     if divided and len(values) >= _FEWEST_OF_ONE_REST:
         return divided[0] if len(divided) == 1 else None
     found = list(dict.fromkeys([*_floors(few, values), *_remainders(few, values)]))
+    if len(values) >= _MANY and found:
+        least = min(each.divisor for each in found)
+        found = [each for each in found if each.divisor == least]
     return found[0] if len(found) == 1 else None
 
 
