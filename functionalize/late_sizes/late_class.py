@@ -12,13 +12,15 @@ Which sizes a replay takes (`admission.py`):
 
 - Python. Runs were observed, as for the sizes of arguments (`lengths/proofs.py`): what it learned of a computed size must
   hold for that of the replay. A size that Python asks for and that is also another one in that run teaches nothing.
-- torch, by thresholds, by remainders, by 0 and 1. So a computed size lies between compared ones, and leaves a
-  remainder that one has left. Sizes that one line of the step makes count as one here, such as those of the experts
-  of all layers: the same ops read them. That two sizes are equal by chance decides nothing: torch compares sizes of two
-  tensors that are broadcast to each other, and there only 1 and equal ones are possible.
+- torch, by thresholds, by remainders, by 0 and 1. So a computed size lies between compared ones, or beyond them by at
+  most an eighth of their range, and leaves a remainder that one has left. Sizes that one line of the step makes count
+  as one here, such as those of the experts of all layers: the same ops read them. Both is weaker than for sizes of
+  arguments: computed ones are others in each call, and each of many must fit. That two sizes are equal by chance decides
+  nothing: torch compares sizes of tensors that are broadcast to each other, and there only 1 and equal ones are possible.
 - The sizes of arguments are those of `lengths/proofs.py`.
 
-Invariant: a class in which a recording was not as predicted after replays is not replayed again.
+Invariant: a class in which a recording was not as predicted, though a replay would have taken its sizes, is not
+replayed again.
 Refusals: sizes of 0 and 1 beside others; a collective that sends a computed size, since other ranks expect theirs.
 """
 
@@ -42,6 +44,7 @@ from functionalize.util.text import counted
 
 _MOST = 12  # recordings that determine a template
 _AGREEING = 2  # recordings in a row that must be as predicted, at least
+_HARDLY = 8  # a size beyond compared ones by at most this part of their range counts as between them
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp", "symm_mem")
 
 
@@ -100,10 +103,10 @@ class LateClass:
                 return
         elif self.templates is not None:
             self.agreed = 0
-            if self.replays and self._has_sizes(reference):
+            if self.replays and self._why_not_replayed(reference) is None:
                 self.lost = "a call was not as predicted"
                 return
-            if self.replays:  # what was one size in all recordings is another one now
+            if self.replays:
                 self.templates = self.instances = None
         self.references.append(reference)
         if len(self.references) >= FEWEST:
@@ -115,9 +118,15 @@ class LateClass:
         reference.forget()
         self.references[:] = [reference]
 
-    def _has_sizes(self, reference: Reference) -> bool:
-        assert self.templates is not None
-        return not isinstance(self._symbols.sizes_of(reference.shapes), str)
+    def _why_not_replayed(self, reference: Reference) -> str | None:
+        """Why a replay of a recorded call would have missed; None: it would not."""
+        sizes = self._symbols.sizes_of(reference.shapes)
+        if isinstance(sizes, str):
+            return sizes
+        late = enumerate(sizes[self.first :], self.first)
+        refused = (self.why_refused(symbol, size) for symbol, size in late)
+        first = next((why for why in refused if why is not None), None)
+        return first or self.why_compared(sizes[: self.first]) or self.why_not(sizes)
 
     def _as_predicted(self, reference: Reference) -> Sizes | None:
         """The sizes of a recording, if the template makes its program; None: it does not, or there is none."""
@@ -252,7 +261,8 @@ class LateClass:
         if size < 2:
             return "is one that torch treats in its own way"
         found = self._ranges[self._lines[symbol - self.first]]
-        if not found.low <= size <= found.high:
+        margin = (found.high - found.low) // _HARDLY
+        if not found.low - margin <= size <= found.high + margin:
             return f"is not between compared ones, {found.low} and {found.high}"
         rest = size % self.proof.modulus
         if rest not in found.rests:

@@ -27,7 +27,7 @@ from functionalize.templates.leaves import Leaves
 from functionalize.templates.template import first_difference
 
 _MOST_APART = 4  # recordings of as many classes, none of which has a template
-_MOST = 16  # recordings of a kind without a program that is replayed
+_MOST = 16  # recordings of a kind before replays have returned their time
 _REPLAYS = 16  # a recording takes as long as so many replays return
 _WINDOW, _MOST_MISSES = 32, 8  # a replay returns a third of what one that misses costs
 _FIRST_REST = 128  # calls that run eagerly before replays are tried again
@@ -136,21 +136,16 @@ class LateClasses:
             found = LateClass(tokens, self._every)
             kind.classes.append(found)
         found.add(reference, [text is not None for text in sources], observer)
-        why = _why_refused(kind, reference)
+        why = _why_apart(kind, reference)
         if why is not None:
             text = next(text for text in sources if text is not None)
             raise UncapturableError(f"{text}, and {why}")
 
 
-def _why_refused(kind: LateKind, latest: Reference) -> str | None:
-    """Why no program is made of a kind, as far as its recordings tell; None: one may be."""
-    if kind.group.is_ready or (len(kind.classes) < _MOST_APART and kind.recorded < _MOST):
+def _why_apart(kind: LateKind, latest: Reference) -> str | None:
+    """Where recordings of a kind part, if as many are no one program; None: they may be one."""
+    if len(kind.classes) < _MOST_APART or any(each.templates is not None for each in kind.classes):
         return None
-    if kind.recorded < _MOST and any(each.templates is not None for each in kind.classes):
-        return None
-    whole = max(kind.classes, key=lambda each: each.recorded)
-    if why := whole.lost or (whole.why and str(whole.why)):
-        return f"{whole.recorded} recorded calls are no one program: {why}"
     difference = first_difference(kind.first, latest.leaves[0])
     where = ": ".join(difference) if difference is not None else "a size is 0 or 1 in some of them"
     return f"{kind.recorded} recorded calls are no one program, at {where}"

@@ -140,12 +140,9 @@ def _key_of_leaf(leaf: Any) -> Hashable:
     return ("number", leaf) if isinstance(leaf, NUMBERS) else ("object", type(leaf))
 
 
-def _same_numbers(a: CachedProgram, b: CachedProgram) -> bool:
-    """Whether Python read the same numbers from tensors in two recordings with the same key."""
-    if not a.program.value_guards:
-        return False
-    facts = [(g.where, repr(g.value)) for g in a.program.value_guards]
-    return facts == [(g.where, repr(g.value)) for g in b.program.value_guards]
+def _numbers(cached: CachedProgram) -> list[tuple[str, str]]:
+    """The numbers that Python read from tensors in a recording."""
+    return [(g.where, repr(g.value)) for g in cached.program.value_guards]
 
 
 class ProgramCache:
@@ -170,6 +167,7 @@ class ProgramCache:
         self._example: dict[str, str] = {}
         self._unused_in_a_row = 0
         self._other_state: set[CachedProgram] = set()  # programs whose guards failed at this call
+        self._held: set[CachedProgram] = set()  # those whose guards held
         self.reason = ""
 
     def __len__(self) -> int:
@@ -219,9 +217,11 @@ class ProgramCache:
         """The programs whose guards hold, with their inputs, last used first; `reason`: the first failed guard."""
         self.reason = ""
         self._other_state.clear()
+        self._held.clear()
         for cached in list(self._by_key.get(key, ())):
             call = cached.program.resolve(leaves)
             if isinstance(call, Call):
+                self._held.add(cached)
                 yield cached, call
             else:
                 self.missed(call)
@@ -255,8 +255,9 @@ class ProgramCache:
     def add(self, key: Hashable, cached: CachedProgram) -> None:
         """Add a program. It replaces one for the same numbers and state; at the limit, the least recently used."""
         for old in list(self._by_key.get(key, ())):
-            is_same = old not in self._other_state and _same_numbers(old, cached)
-            if is_same or old.prediction is not None:
+            is_like = _numbers(old) == _numbers(cached)
+            has_numbers = bool(cached.program.value_guards) and old not in self._other_state
+            if (is_like and (has_numbers or old in self._held)) or old.prediction is not None:
                 self.drop(old)
         while self._is_full(cached):
             oldest, its_key = next(iter(self._used.items()))

@@ -1,0 +1,114 @@
+"""Steps of two FSDP2 ranks that compute sizes, other ones on each: bit for bit as eager after every call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import functionalize as fz
+from tests.fsdp.twins import differences, state_of
+from tests.ranks import run_on_ranks
+from tests.steps import make_loss_step
+
+WIDTH = 16
+
+
+class Mixture(nn.Module):
+    """A mixture of experts, each of which runs on the tokens that chose it."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, experts)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2, -1)
+        mask = F.one_hot(chosen, len(self.experts)).permute(2, 1, 0)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rank, token = torch.where(mask[number])
+            out.index_add_(0, token, expert(x[token]) * weights[token, rank, None])
+        return x + F.dropout(out, 0.1, self.training)
+
+
+class Skipping(Mixture):
+    """Experts that no token chose do not run: Python asks for the size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2, -1)
+        mask = F.one_hot(chosen, len(self.experts)).permute(2, 1, 0)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rank, token = torch.where(mask[number])
+            if token.numel() == 0:
+                continue
+            out.index_add_(0, token, expert(x[token]) * weights[token, rank, None])
+        return x + out
+
+
+class Filtered(nn.Module):
+    """The loss is of the rows that the model is least sure of. on: the ranks on which it is."""
+
+    def __init__(self, on: Sequence[int] = (0, 1)) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.on = on
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x + self.layer(x).relu()
+        if dist.get_rank() not in self.on:
+            return out
+        entropy = torch.distributions.Categorical(logits=out, validate_args=False).entropy()
+        return out[entropy > entropy.mean()]
+
+
+def build(kind: str) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    parts: dict[str, Any] = {
+        "mixtures": [Mixture(3), Mixture(4)],
+        "skipping": [Skipping(3), Skipping(3)],
+        "filtered": [nn.Linear(WIDTH, WIDTH), Filtered()],
+        "filtered on one rank": [nn.Linear(WIDTH, WIDTH), Filtered((0,))],
+    }
+    model = nn.Sequential(*parts[kind])
+    for part in (*model, model):
+        fully_shard(part)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+def trained(kind: str, calls: int, lengths: Sequence[int], passes: str, **options: Any) -> Any:
+    """Twins, one of them captured, on data of other lengths on each rank."""
+    (model, optimizer), (twin, twin_optimizer) = build(kind), build(kind)
+    captured = fz.capture(
+        make_loss_step(lambda x: model(x).square().mean(), optimizer), passes=passes, **options
+    )
+    eager = make_loss_step(lambda x: twin(x).square().mean(), twin_optimizer)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    found: list[str] = []
+    for i in range(calls):
+        length = lengths[int(torch.randint(len(lengths), (1,), generator=generator))]
+        x = torch.randn(length, WIDTH, generator=generator)
+        losses = []
+        for step in (captured, eager):
+            torch.manual_seed(i)
+            losses.append(step(x))
+        found += differences(i, {"loss": losses[0]}, {"loss": losses[1]})
+        found += differences(i, state_of(model, optimizer), state_of(twin, twin_optimizer))
+    return found, captured.stats, captured.explain()
+
+
+@pytest.mark.parametrize("kind", ["mixtures", "skipping", "filtered", "filtered on one rank"])
+@pytest.mark.parametrize("lengths", [(96,), (90, 96, 100)], ids=["one length", "lengths"])
+def test_sizes_of_each_rank(kind: str, lengths: Sequence[int]) -> None:
+    for found, stats, text in run_on_ranks(trained, kind, 90, lengths, "default", world=2):
+        assert found == []
+        assert stats.mispredictions == stats.audit_failures == 0
+        print(text)
+        assert stats.replays >= 40, text
