@@ -12,7 +12,6 @@ from typing import Any
 
 from functionalize.audit.schedule import AuditOption
 from functionalize.late_sizes.late_step import LateStep
-from functionalize.step.captured_step import CapturedStep
 from functionalize.step.options import (
     MAX_PROGRAM_BYTES,
     CaptureOptions,

@@ -5,7 +5,7 @@
     admission.failure()                        after the graph, for its guard: None, or which size does not fit
 
 A replay must not end in the middle of its graph: other ranks wait in its collectives. So a result of a size that does
-not fit is replaced by zeros of one that does, the graph runs to its end, and the guard fails before anything is written.
+not fit is replaced by zeros of one that does, and the graph runs to its end. The guard fails before any write.
 Invariant: every op of the graph gets tensors of sizes for which the functions of the program were compared.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -50,19 +51,21 @@ class Definition:
 
 @dataclass(frozen=True, slots=True)
 class SizedOp:
-    """An op whose result has a size that depends on data. shapes: of each tensor of its result, as functions."""
+    """An op whose result has a size that depends on data.
+
+    dims: the number of dimensions of each tensor of its result. evaluate: from all sizes to those of these tensors.
+    """
 
     text: str
     defines: tuple[Definition, ...]
-    shapes: tuple[tuple[Formula, ...], ...]
+    dims: tuple[int, ...]
+    evaluate: Callable[..., tuple[int, ...]]
 
 
 class Admission:
     """arguments: the sizes of the arguments. count: of all symbols."""
 
-    def __init__(
-        self, ops: Sequence[SizedOp], rules: Rules, arguments: Sizes, count: int
-    ) -> None:
+    def __init__(self, ops: Sequence[SizedOp], rules: Rules, arguments: Sizes, count: int) -> None:
         self._ops, self._rules, self._arguments = ops, rules, arguments
         self._count = count
         self.sizes: list[int] = []
@@ -80,25 +83,21 @@ class Admission:
         op, sizes = self._ops[number], self.sizes
         tensors = list(_tensors(value))
         for each in op.defines:
-            size, rest = divmod(
-                tensors[each.tensor].shape[each.dim] - each.rest.value(sizes), each.coefficient
-            )
+            now = tensors[each.tensor].shape[each.dim] - each.rest.value(tuple(sizes))
+            size, rest = divmod(now, each.coefficient)
             why = "is no multiple" if rest else self._rules.why_refused(each.symbol, size)
             if why is not None:
                 self._refuse(f"the result of {op.text}: its size {size} {why}")
                 size = self._rules.compared_size(each.symbol, self._arguments)
             sizes[each.symbol] = size
-        shapes = [tuple([f.value(sizes) for f in shape]) for shape in op.shapes]
-        if any(tuple(t.shape) != shape for t, shape in zip(tensors, shapes, strict=True)):
+        found = iter(op.evaluate(*sizes))
+        shapes = [tuple(islice(found, dims)) for dims in op.dims]
+        if any(t.shape != shape for t, shape in zip(tensors, shapes, strict=True)):
             if self.fits:
-                now = [tuple(t.shape) for t in tensors]
-                self._refuse(f"the result of {op.text}: its size is {now}, was always {shapes}")
-            made = iter(
-                [
-                    t if tuple(t.shape) == shape else t.new_zeros(shape)
-                    for t, shape in zip(tensors, shapes, strict=True)
-                ]
-            )
+                other = [tuple(t.shape) for t in tensors]
+                self._refuse(f"the result of {op.text}: its size is {other}, expected was {shapes}")
+            pairs = zip(tensors, shapes, strict=True)
+            made = iter([t if t.shape == shape else t.new_zeros(shape) for t, shape in pairs])
             value = _replaced(value, lambda: next(made))
         return (value, *[sizes[each.symbol] for each in op.defines])
 

@@ -10,13 +10,14 @@ few numbers by chance.
 
 Which sizes a replay takes (`admission.py`):
 
-- Python. Runs were observed, as for the sizes of arguments (`lengths/proofs.py`): what it learned of a computed size must
-  hold for that of the replay. A size that Python asks for and that is also another one in that run teaches nothing.
+- Python. Runs were observed, as for the sizes of arguments (`lengths/proofs.py`): what it learned of a computed size
+  must hold for that of the replay. A size that Python asks for and that equals another one in that run teaches nothing.
 - torch, by thresholds, by remainders, by 0 and 1. So a computed size lies between compared ones, or beyond them by at
   most an eighth of their range, and leaves a remainder that one has left. Sizes that one line of the step makes count
   as one here, such as those of the experts of all layers: the same ops read them. Both is weaker than for sizes of
-  arguments: computed ones are others in each call, and each of many must fit. That two sizes are equal by chance decides
-  nothing: torch compares sizes of tensors that are broadcast to each other, and there only 1 and equal ones are possible.
+  arguments: computed ones are others in each call, and each of many must fit. That two sizes are equal by chance
+  decides nothing: torch compares sizes of tensors that are broadcast to each other, and there only 1 and equal ones
+  are possible.
 - The sizes of arguments are those of `lengths/proofs.py`.
 
 Invariant: a class in which a recording was not as predicted, though a replay would have taken its sizes, is not
@@ -44,7 +45,9 @@ from functionalize.util.text import counted
 
 _MOST = 12  # recordings that determine a template
 _AGREEING = 2  # recordings in a row that must be as predicted, at least
-_HARDLY = 8  # a size beyond compared ones by at most this part of their range counts as between them
+_HARDLY = (
+    8  # a size beyond compared ones by at most this part of their range counts as between them
+)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp", "symm_mem")
 
 
@@ -241,8 +244,8 @@ class LateClass:
         if self.is_ready:
             late = len(self._symbols.names) - self.first
             return (
-                f"{text} are one program, in which {counted(late, 'size')} may vary; {counted(self.replays, 'replay')}; "
-                f"{counted(self.misses, 'replay')} met a size that was not compared"
+                f"{text} are one program, in which {counted(late, 'size')} may vary; "
+                f"{counted(self.replays, 'replay')}; {counted(self.misses, 'replay')} met a size that was not compared"
             )
         why = f": {self.why}" if self.why is not None else ""
         return f"{text}, of which more are needed to replay others{why}"
@@ -291,7 +294,7 @@ def _first_late(symbols: Symbols) -> int:
 
 def _lines(symbols: Symbols, reference: Reference) -> list[str]:
     """The line of the step that makes each size that is known late."""
-    first, found = _first_late(symbols), {}
+    first, found = _first_late(symbols), dict[int, str]()
     guards = [g for g in reference.program.value_guards if g.what == A_SIZE]
     places = symbols.places[len(symbols.places) - len(guards) :]
     for guard, (_, symbol, _) in zip(guards, places, strict=True):
@@ -314,4 +317,3 @@ def _sent(whole: SignatureTemplate, first: int) -> str | None:
             return str(row.target)
         start = end
     return None
-

@@ -1,8 +1,8 @@
 """The classes of a step whose sizes the step computes, by the kind of their calls.
 
-    kind = classes.learn(key, reference, is_late, observer)     a recorded call; key: of the call, without computed sizes
-    kind = classes.of(key)                                      None: no such call was recorded
-    kind.turn()                                                 what the next call of this kind does
+    classes.learn(key, reference, sources, observer)     a recorded call; key: of the call, without computed sizes
+    kind = classes.of(key)                               None: no such call was recorded
+    kind.turn()                                          what the next call of this kind does
 
 A replay that meets a size that does not fit costs its own time beside that of the call. So a kind of which more than
 `_MOST_MISSES` of the last `_WINDOW` replays did runs eagerly for a while, and then tries again.
@@ -46,7 +46,7 @@ class Turn(enum.Enum):
 class LateKind:
     """One kind of call. first: the leaves of its first recording. every: one in so many calls is recorded.
 
-    new: calls since the last recording. gap: after so many the next one is recorded. rest: calls that run eagerly still.
+    new: calls since the last recording. gap: after so many the next one is recorded. rest: calls that run eagerly.
     """
 
     first: Leaves

@@ -23,7 +23,7 @@ from torch import fx
 from functionalize.ir.ops import Geometry
 from functionalize.late_sizes.admission import Definition, SizedOp
 from functionalize.program.printer import node_text
-from functionalize.templates.fitting import Formula
+from functionalize.templates.fitting import Formula, evaluator
 from functionalize.templates.template import Mismatch, SymbolicInt, Template
 
 # Ops that take as many elements as a mask selects: they fail where the values are another number of these.
@@ -54,7 +54,7 @@ class LateCode:
         formulas = {name: formula for formula, name in names.items()}
         late = {f: name for f, name in names.items() if max(f.symbols) >= first}
         code = LateCode(first, names=late)
-        known = set(range(first))
+        known, count = set(range(first)), len(template.symbols.names)
         for node in template.reference.graph.nodes:
             if node not in sized:
                 continue
@@ -64,8 +64,10 @@ class LateCode:
             ]
             defines = list(_definitions(shapes, known))
             code._numbers[node] = len(code.ops)
-            code.ops.append(SizedOp(f"`{node_text(node)}`", tuple(defines), tuple(shapes)))
-        unknown = set(range(len(template.symbols.names))) - known
+            dims = tuple(map(len, shapes))
+            evaluate = evaluator([f for shape in shapes for f in shape], count)
+            code.ops.append(SizedOp(f"`{node_text(node)}`", tuple(defines), dims, evaluate))
+        unknown = set(range(count)) - known
         if unknown:
             name = template.symbols.names[min(unknown)]
             return Mismatch(0, name, "no result of an op has this size")
@@ -114,9 +116,7 @@ def _geometries(value: Any) -> Iterator[Geometry]:
             yield from _geometries(each)
 
 
-def _definitions(
-    shapes: Sequence[Sequence[Formula]], known: set[int]
-) -> Iterator[Definition]:
+def _definitions(shapes: Sequence[Sequence[Formula]], known: set[int]) -> Iterator[Definition]:
     """Where each size that is not known yet can be read. known: symbols; gets those that are found."""
     for tensor, shape in enumerate(shapes):
         for dim, formula in enumerate(shape):

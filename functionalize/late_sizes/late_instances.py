@@ -115,9 +115,7 @@ class _Early:
         return 2
 
 
-def _parts(
-    reference: Program, with_symbols: Mapping[str, Any]
-) -> list[VaryingPart] | Mismatch:
+def _parts(reference: Program, with_symbols: Mapping[str, Any]) -> list[VaryingPart] | Mismatch:
     """The parts beside the graph in which an integer varies that is known before it runs."""
     found = []
     for name, what in PARTS.items():
@@ -134,4 +132,3 @@ def _parts(
                 return Mismatch(0, f"{what} {index}", "it depends on the size of a result")
             found.append(VaryingPart(name, index, make))
     return found
-

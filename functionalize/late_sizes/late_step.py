@@ -92,9 +92,9 @@ class LateStep(CapturedStep):
 
     def _recorder(self, call: Invocation) -> Recorder:
         recorder = super()._recorder(call)
-        recorder.checks.takes_late_sizes = recorder.ignore_fake and self._takes_late_sizes()
+        recorder.checks.sizes.takes_late = recorder.ignore_fake and self._takes_late_sizes()
         if isinstance(call.observer, LateObserver):
-            recorder.checks.counted = call.observer.counted
+            recorder.checks.sizes.counted = call.observer.counted
         return recorder
 
     def _capture(self, call: Invocation) -> Any:
@@ -106,10 +106,8 @@ class LateStep(CapturedStep):
     def _before_passes(self, recorded: Program, call: Invocation) -> tuple[int, bool]:
         return (0, True) if _late_guards(recorded) else super()._before_passes(recorded, call)
 
-    def _signature(
-        self, recording: StepRecording, key: Hashable
-    ) -> Callable[[], Signature] | None:
-        if any(recording.recorder.checks.late_sizes(recording.recorder)):
+    def _signature(self, recording: StepRecording, key: Hashable) -> Callable[[], Signature] | None:
+        if any(_sources(recording.recorder)):
             return recording.signature()
         return super()._signature(recording, key)
 
@@ -126,7 +124,7 @@ class LateStep(CapturedStep):
         late = with_late_sizes(key, [guard.value for guard in guards])
         reference = replace(found, key=late, names=[*found.names, LATE])
         observer = call.observer if isinstance(call.observer, LateObserver) else None
-        sources = recording.recorder.checks.late_sizes(recording.recorder)
+        sources = _sources(recording.recorder)
         self._late.learn(key, reference, sources, observer)
         for each in list(self._cache):  # their sizes are those of the template as it was
             if isinstance(each.program, LateInstance) and not each.program.is_current:
@@ -191,30 +189,39 @@ class LateStep(CapturedStep):
         return self._after
 
     def _replay(self, cached: CachedProgram, call: Call) -> Any:
-        program = cached.program
-        if not isinstance(program, LateInstance):
-            kind = None
-        else:
+        program, kind = cached.program, None
+        if isinstance(program, LateInstance):
             kind = self._late.of(self._cache.key_of(cached))
         self._records_missed = kind is None or kind.may_record
         try:
             result = super()._replay(cached, call)
         except GuardError:
             if kind is not None:
-                kind.replayed(program.rules, fits=False)
+                kind.replayed(_group_of(program), fits=False)
             if self._after is not None:
                 self._is_left_eager = self._after.worst is Level.RARE
             elif kind is not None:
                 self._is_left_eager = not self._records_missed
             raise
         if kind is not None:
-            kind.replayed(program.rules, fits=True)
+            kind.replayed(_group_of(program), fits=True)
         return result
 
     @property
     def _sizes_text(self) -> str:
         lines = [super()._sizes_text, *(each.text for each in self._late)]
         return "\n".join(lines)
+
+
+def _group_of(program: Program) -> LateClass:
+    assert isinstance(program, LateInstance)
+    group: LateClass = program.rules
+    return group
+
+
+def _sources(recorder: Recorder) -> list[str | None]:
+    """For each size of a result that was counted, what gives it; None: it is known before the graph runs."""
+    return recorder.checks.sizes.late(recorder.early_records())
 
 
 def _late_guards(program: Program) -> list[ValueGuard]:

@@ -229,6 +229,7 @@ def _ranges(program: Program) -> Any:
 
 
 def varying_formulas(template: Template) -> list[Formula]:
+    """The functions of the integers that vary, each once."""
     return list(dict.fromkeys(f for f in template.formulas if f.terms))
 
 

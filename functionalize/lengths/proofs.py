@@ -201,9 +201,7 @@ class Proof:
         if not known:
             return "what Python learns of sizes was not observed yet"
         return (
-            _first_of(known, sizes)
-            or self.torch_may_differ(sizes, others, known)
-            or self._is_due()
+            _first_of(known, sizes) or self.torch_may_differ(sizes, others, known) or self._is_due()
         )
 
     def _is_due(self) -> str | None:

@@ -243,27 +243,25 @@ class Builder:
             self._number_guards.append(NumberGuard(expression, fact.value, where))
             return
         node = self.emit.number(expression)
-        what = f"`{expression_text(expression)}`"
-        if not isinstance(expression, Applied):
-            what = self._what(expression.record)
+        text, is_computed = f"`{expression_text(expression)}`", isinstance(expression, Applied)
+        what = text if is_computed else self._what(expression.record)
         self._guard_value(node, fact.value, where, what, is_early(expression, self.early))
 
-    def _what(self, record: OpRecord) -> str:
-        return A_SIZE if self.recorder.checks.counts(record) else "a tensor's value"
+    def _what(self, record: Any) -> str:
+        return A_SIZE if self.recorder.checks.sizes.is_count(record) else "a tensor's value"
 
     def _guard_value(self, node: fx.Node, value: Any, where: str, what: str, early: bool) -> None:
         if early:
-            self._early.append((node, value, where, what))
-        else:
-            self._value_guards.append(ValueGuard(self.slot(node), value, where, what))
+            return self._early.append((node, value, where, what))
+        self._value_guards.append(ValueGuard(self.slot(node), value, where, what))
 
     def early_guards(self, runner: Callable[..., Any]) -> list[Guard]:
         """Guards on facts that depend on arguments alone.
 
         To be called before `program`, whose dead-code elimination removes their nodes.
         """
-        sizing = self.recorder.checks.sizing
-        return EarlyGuard.several(self._early, sizing, self.inputs, self.constants, runner)
+        parts = self.recorder.checks.sizes.records, self.inputs, self.constants, runner
+        return EarlyGuard.several(self._early, *parts)
 
     # -- outputs -------------------------------------------------------------------------------
 

@@ -47,11 +47,11 @@ from functionalize.recorder.op_kinds import (
     OpKind,
     is_data_free,
     more_than_strided,
-    sizing_numbers,
     storage_of,
     tensors_in,
 )
 from functionalize.recorder.storage_table import StorageTable
+from functionalize.scalars.counted_sizes import CountedSizes, sizing_numbers
 from functionalize.scalars.live_scalars import plain
 from functionalize.util.user_stack import line_of, located
 
@@ -76,25 +76,21 @@ class Checks:
     clock: the first read of a clock, or of something else that changes by itself, as text with the user's line.
     own_clock: the first one in the user's code, not in that of a library.
     is_watched: whether all such reads were seen; None: they were not looked for.
-    takes_late_sizes: whether sizes of results that are known only while the graph runs are no refusal.
-    counted: is called with each size of a result that depends on data, before the op runs.
+    sizes: those of results that depend on data.
     """
 
     __slots__ = (
         "_drawn",
         "_lines",
-        "_of_ops",
-        "_sizes",
         "_storages",
         "clock",
-        "counted",
         "for_real",
         "in_effect",
         "is_watched",
         "once",
         "own_clock",
         "repeated",
-        "takes_late_sizes",
+        "sizes",
         "unrepeatable",
     )
 
@@ -108,10 +104,7 @@ class Checks:
         self.own_clock: str | None = None
         self.is_watched: bool | None = None
         self._lines: set[str] = set()
-        self.takes_late_sizes = False
-        self.counted: Callable[[int], None] | None = None
-        self._sizes: list[tuple[OpRecord, str]] = []
-        self._of_ops: set[int] = set()  # ids of the records that count the elements of an op's result
+        self.sizes = CountedSizes()
         self._storages = storages
         self._drawn: tuple[Tensor, ...] | None = (
             None  # the generators' states after the last random op
@@ -283,38 +276,20 @@ class Checks:
             if found is None:
                 self.note(text)
             for number, bound in found or ():
-                if (count := plain(number.item())) != bound and recorder.records:
-                    self._sizes.append((recorder.records[-1], text))
-                    self._of_ops.add(id(recorder.records[-1]))
-                    if self.counted is not None:
-                        self.counted(count)
+                count = plain(number.item())
+                if count != bound and recorder.records:  # an audit keeps none
+                    self.sizes.add(recorder.records[-1], text, count)
 
     def sized_by(self, recorder: Any, what: str) -> None:
         """The sizes of results depend on the number that was read last. what: reads it, as text."""
         where = line_of(CapturedTraceback.extract())
         if recorder.records:  # an audit keeps none
-            self._sizes.append((recorder.records[-1], f"{what} {where}"))
-
-    def counts(self, record: OpRecord) -> bool:
-        """Whether a record reads the size of an op's result."""
-        return id(record) in self._of_ops
-
-    @property
-    def sizing(self) -> frozenset[int]:
-        """Ids of the records that read the size of a result."""
-        return frozenset(id(record) for record, _ in self._sizes)
-
-    def late_sizes(self, recorder: Any) -> list[str | None]:
-        """For each size of a result that was counted, what gives it, as text; None: it is known before the graph runs."""
-        early = recorder.early_records() if self._of_ops else ()
-        counted = [each for each in self._sizes if self.counts(each[0])]
-        return [None if id(record) in early else text for record, text in counted]
+            self.sizes.add(recorder.records[-1], f"{what} {where}")
 
     def unknown_sizes(self, recorder: Any) -> list[str]:
         """Why sizes that the step relies on are known neither before the graph runs nor when an op of it has run."""
-        early, taken = recorder.early_records(), self._of_ops if self.takes_late_sizes else ()
-        late = [each for each in self._sizes if id(each[0]) not in early]
-        texts = [text for record, text in late if id(record) not in taken]
+        early = recorder.early_records()
+        texts = self.sizes.unknown(early)
         if _learns_late_integers(recorder, early):
             texts += [
                 f"{record.target} sends parts of different sizes {line_of(record.traceback)}, and the step relies on "

@@ -11,10 +11,10 @@ Each answer depends on the op alone, not on its arguments, and is cached.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from functionalize.discharge.rules.mutations import is_mutating, written_argumen
 from functionalize.discharge.rules.op_quirks import CHECK_ERRORS, READS_GRAD_MODE
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE, is_inplace_view
 from functionalize.errors import UnsupportedTensorError
-from functionalize.ir.ops import MASKS
 from functionalize.recorder.eager_formulas import ASSERTIONS, FORMULA_OPS, under_autocast
 
 aten = torch.ops.aten
@@ -209,66 +208,6 @@ _OF_TORCH |= {
 _OF_TORCH |= {"quantized", "mkldnn", "mkl"}
 # Ops whose one kernel, for all devices, calls ops that autocast casts.
 _CALLS_OTHERS = frozenset({aten._trilinear.default, aten.linalg_pinv.atol_rtol_tensor})
-
-
-class SizingNumber(NamedTuple):
-    """A tensor of one element that determines the size of an op's result.
-
-    To be known before the graph runs, it may depend on arguments and constants only; on anything as long as it is
-    `bound`, which it always is for sane data.
-    """
-
-    number: Tensor
-    bound: int | None = None
-
-
-def sizing_numbers(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[SizingNumber] | None:
-    """The numbers that determine the size of an op's result; None for an op that is not known here.
-
-    To be called while the ops that compute them are recorded. An empty list: the size depends on no data.
-    """
-    values = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
-    if func is aten.index.Tensor:
-        masks = [i for i in values["indices"] if i is not None and i.dtype in MASKS]
-        return [SizingNumber(mask.count_nonzero()) for mask in masks]
-    if func is aten.nonzero.default:
-        return [SizingNumber(values["self"].count_nonzero())]
-    if func is aten.masked_select.default:
-        shape = torch.broadcast_shapes(values["self"].shape, values["mask"].shape)
-        return [SizingNumber(values["mask"].expand(shape).count_nonzero())]
-    if func is aten.repeat_interleave.Tensor:
-        sized = values.get("output_size") is not None
-        return [] if sized else [SizingNumber(values["repeats"].sum())]
-    if func in (aten._unique2.default, aten.unique_consecutive.default):
-        return _number_of_runs(func, values)
-    if func is aten.bincount.default:
-        counted, last = values["self"], (values.get("minlength") or 0) - 1
-        if not counted.numel():
-            return []
-        return [SizingNumber(counted.max().clamp(min=last), last)]
-    if func is aten._ctc_loss.Tensor:  # the size of a table that only its backward reads
-        return [SizingNumber(values["target_lengths"].max())]
-    if func is aten._ctc_loss.default:
-        return []
-    if func is aten.linalg_lstsq.default:  # residuals, which depend on the rank with these drivers
-        rows, columns = values["self"].shape[-2:]
-        by_rank = values.get("driver") in ("gelss", "gelsd") and rows > columns
-        return None if by_rank else []
-    return None
-
-
-def _number_of_runs(func: Any, values: Mapping[str, Any]) -> list[SizingNumber] | None:
-    """The number of different values; None for floats, as torch's kernels treat NaN and -0.0 in their own way."""
-    counted = values["self"]
-    if counted.is_floating_point() or counted.is_complex() or values.get("dim") is not None:
-        return None
-    if not counted.numel():
-        return []
-    flat = counted.flatten()
-    flat = flat.sort().values if func is aten._unique2.default else flat
-    return [SizingNumber((flat[1:] != flat[:-1]).count_nonzero() + 1)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,6 @@ class ReplayedStep:
     """The programs of a step, and the calls that they cover."""
 
     _hooks_run_outside = False  # whether autograd runs the hooks of plain parameters after a replay
-
     boundary = ""  # what of a framework's loop it is, for `explain`
 
     def __init__(self, train_step: Callable[..., Any], options: CaptureOptions) -> None:
@@ -80,12 +79,12 @@ class ReplayedStep:
         self._last_summary: RecordingSummary | None = None
         self._vote: RankVote | None = None
         self._unpredicted: set[Hashable] = set()  # keys of calls that were not as predicted
-        self._is_left_eager = False  # whether this call is not recorded either
-        self._votes_again = False  # whether the ranks also vote after the graph
+        # Whether this call is not recorded either; whether the ranks also vote after the graph.
+        self._is_left_eager = self._votes_again = False
 
     def __repr__(self) -> str:
-        counts = counted(len(self._cache), "program"), counted(self.stats.replays, "replay")
-        return f"<captured {self._name}: {', '.join(counts)}>"
+        programs, replays = counted(len(self._cache), "program"), self.stats.replays
+        return f"<captured {self._name}: {programs}, {counted(replays, 'replay')}>"
 
     @property
     def asks_nobody(self) -> bool:
@@ -93,8 +92,8 @@ class ReplayedStep:
         return self._vote is None and not self._refused
 
     def _empty_cache(self) -> ProgramCache:
-        most, nbytes = self._options.max_programs, self._options.max_program_bytes
-        return ProgramCache(self._name, most, nbytes, lambda key: self._kinds.evicted(key))
+        options, evicted = self._options, lambda key: self._kinds.evicted(key)
+        return ProgramCache(self._name, options.max_programs, options.max_program_bytes, evicted)
 
     def _key(self, leaves: Sequence[Any], spec: Any) -> Hashable:
         """The key of a call in the cache."""
@@ -222,8 +221,7 @@ class ReplayedStep:
             return False
         cached.waits, cached.found = cached.waits - 1, cached.found + 1
         self._cache.used(cached)
-        key = self._cache.key_of(cached)
-        self._kinds.replayed(key)  # the kind has returned
+        self._kinds.replayed(key := self._cache.key_of(cached))  # the kind has returned
         if not cached.waits:
             self._optimise(key, cached)
         return True
@@ -266,10 +264,8 @@ class ReplayedStep:
     def _passes_may_wait(self, call: Invocation) -> bool:
         """Whether passes may run later: the ranks, a report or a prediction do not compare their result."""
         options = self._options
-        if self._wants_sizes(call):
-            return False
-        compares = options.compares or options.memory
-        return self._kinds.defers and options.rewrites and not compares
+        is_compared = options.compares or options.memory or self._wants_sizes(call)
+        return self._kinds.defers and options.rewrites and not is_compared
 
     def _let_wait(self, call: Invocation, recorder: Recorder) -> None:
         """After the first recording of a large step, which is not kept: the next one, and the passes, may wait.
@@ -277,9 +273,8 @@ class ReplayedStep:
         Ranks that vote, or will, record alike: theirs do not wait.
         """
         is_first = self.stats.warmups == 1 and not self._has_settled
-        if not is_first or len(recorder.records) < MANY or not self._passes_may_wait(call):
-            return
-        if self._vote is None and not must_vote(recorder):
+        is_long = is_first and len(recorder.records) >= MANY and self._passes_may_wait(call)
+        if is_long and self._vote is None and not must_vote(recorder):
             unkept = self._warmups[call.key]
             unkept.waits, unkept.has_waited = CALLS_BEFORE_SECOND_RECORDING, True
 
@@ -371,8 +366,8 @@ class ReplayedStep:
 
     def _agree_on_audit(self, message: str | None, cached: CachedProgram) -> None:
         """Drop a program on all ranks if one of them differs from eager. message: how this one differs."""
-        failed = Level.NOT_YET if self.stats.audit_failures < _MOST_FAILURES else Level.REFUSED
-        level = Level.KEPT if message is None else failed
+        level = Level.NOT_YET if self.stats.audit_failures < _MOST_FAILURES else Level.REFUSED
+        level = level if message is not None else Level.KEPT
         worst = self._vote.worst(level) if self._vote is not None else level
         if worst is not Level.KEPT:
             self._cache.drop(cached)  # all ranks record again

@@ -211,14 +211,16 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(dist.get_rank())
 
 
-def text(mask: str = "", classes: bool = False, n: int = STEPS) -> list[dict[str, Tensor]]:
+def text(
+    mask: str = "", classes: bool = False, n: int = STEPS, rows: int = 2
+) -> list[dict[str, Tensor]]:
     g, batches = generator(), []
     for _ in range(n):
-        ids = torch.randint(3, WORDS, (2, LENGTH), generator=g)
-        labels = torch.randint(0, CLASSES, (2,), generator=g) if classes else ids.clone()
+        ids = torch.randint(3, WORDS, (rows, LENGTH), generator=g)
+        labels = torch.randint(0, CLASSES, (rows,), generator=g) if classes else ids.clone()
         batches.append({"input_ids": ids, "labels": labels})
         if mask:
-            batches[-1]["attention_mask"] = torch.ones(2, LENGTH, dtype=torch.long)
+            batches[-1]["attention_mask"] = torch.ones(rows, LENGTH, dtype=torch.long)
         if mask == "padded":
             batches[-1]["attention_mask"][0, -3:] = 0
     return batches

@@ -237,7 +237,7 @@ def test_counts_that_never_return_are_not_recorded() -> None:
 
 
 def test_an_argument_that_the_model_writes_says_no_size() -> None:
-    step = trained(changed_by_the_model, [12] * 5, on_uncapturable="eager")
+    step = trained(changed_by_the_model, [12] * 5, on_uncapturable="eager", dynamic=False)
     assert step.stats.replays == 0 and "whose size depends on data at" in step.explain()
 
 

@@ -131,7 +131,7 @@ def refused_step() -> tuple[Any, list[int]]:
 
 def test_on_uncapturable_eager_warns_once_and_goes_on(caplog: Any) -> None:
     step, _ = refused_step()
-    captured = fz.capture(step, on_uncapturable="eager")
+    captured = fz.capture(step, on_uncapturable="eager", dynamic=False)
     with caplog.at_level(logging.WARNING, "functionalize"):
         for i in range(5):
             x = torch.arange(i + 1).remainder(2)[:1]
@@ -146,7 +146,7 @@ def test_on_uncapturable_eager_warns_once_and_goes_on(caplog: Any) -> None:
 
 def test_on_uncapturable_raise_runs_nothing() -> None:
     step, _ = refused_step()
-    captured = fz.capture(step)
+    captured = fz.capture(step, dynamic=False)
     captured(torch.ones(2))
     for _ in range(2):
         with pytest.raises(UncapturableError, match="whose size depends on data"):
