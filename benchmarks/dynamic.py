@@ -4,11 +4,12 @@ under `torch.compile(dynamic=True)`.
 
     python -m benchmarks.dynamic [--calls 60] [--layers 2] [--hidden 32] [--passes default] [--stream new] [--json]
     python -m benchmarks.dynamic --calls 200 --stream long --model llama gpt2 bert mixtral t5 --way dynamic
+    python -m benchmarks.dynamic --calls 300 --stream same --model looping --way defaults      sizes that are computed
     python -m benchmarks.dynamic --one-length 40      what the default costs a step of one length
 
 Hugging Face models with random weights under FSDP2, built once for each way; the ways take turns at each call, on the
 same tokens. Each rank draws its own lengths. The streams: `new` (no length returns), `long` (drawn from 96), `few`
-(drawn from 4). Losses, parameters and optimizer states are compared with eager bit by bit after every call, apart from
+(drawn from 4), `same` (always 96). Losses, parameters and optimizer states are compared with eager bit by bit after every call, apart from
 those of `torch.compile`, whose kernels round otherwise.
 Total seconds of all calls, first ones included, and of the last third; ratios to eager. `known`: the time of calls of
 six lengths that return, after the passes of their class and a garbage collection, to that of programs recorded at each.
@@ -52,8 +53,10 @@ STREAMS: dict[str, Callable[[int, torch.Generator], int]] = {
     "new": lambda i, _: 4 + i,
     "long": lambda _, g: 4 + int(torch.randint(96, (1,), generator=g)),
     "few": lambda _, g: 8 * (1 + int(torch.randint(4, (1,), generator=g))),
+    "same": lambda _, g: 96,
 }
-MODELS = ["llama", "gpt2", "bert", "mixtral", "t5"]
+LOOPING = "looping"  # Mixtral whose experts run on the tokens that chose them, as many as there are
+MODELS = ["llama", "gpt2", "bert", "mixtral", "t5", LOOPING]
 COMPILED = "compiled layers"
 WAYS = ["recorded at once", "side by side", "defaults", "dynamic", COMPILED]
 _KNOWN = 6
@@ -71,8 +74,9 @@ def config_of(model: str, options: demo.Options) -> tuple[Any, str]:
         return transformers.GPT2Config(**narrow, vocab_size=256), "GPT2LMHeadModel"
     if model == "bert":
         return transformers.BertConfig(**sizes, **heads), "BertForMaskedLM"
-    if model == "mixtral":
-        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    if model in ("mixtral", LOOPING):
+        experts: Row = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+        experts |= {"experts_implementation": "eager"} if model == LOOPING else {}
         return transformers.MixtralConfig(**sizes, **heads, **experts), "MixtralForCausalLM"
     if model == "t5":
         shape = {"d_model": hidden, "d_kv": hidden // 4, "d_ff": 2 * hidden, "num_heads": 4}
@@ -164,7 +168,7 @@ def measure(
             }
         )
     for row in rows:
-        if row["way"] == "dynamic":
+        if row["way"] == "dynamic" and model != LOOPING:
             row["known"] = steady(model, options, steps["dynamic"], lengths, passes)
     return rows
 
@@ -252,7 +256,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--passes", default="default")
-    parser.add_argument("--stream", nargs="+", choices=list(STREAMS), default=list(STREAMS))
+    parser.add_argument("--stream", nargs="+", choices=list(STREAMS), default=["new", "long", "few"])
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["llama"])
     parser.add_argument("--way", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--json", action="store_true")

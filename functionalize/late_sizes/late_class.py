@@ -64,13 +64,15 @@ class _Range:
 class LateClass:
     """references: the recordings that determine the template; the last one alone once it is known.
 
-    is_late: for each size of a result that the step counts, whether it is known late.
+    is_late: for each size of a result that the step counts, whether it is known late. is_observed: the next recording
+    is, since Python may take another way than in those that were.
     agreed: how many in a row were as predicted. why: there is no template. lost: it is not replayed any more.
     """
 
     tokens: int
     every: int
     is_late: Sequence[bool] = ()
+    is_observed: bool = False
     references: list[Reference] = field(default_factory=list)
     templates: Templates | None = None
     instances: LateInstances | None = None
@@ -82,6 +84,7 @@ class LateClass:
     agreed: int = 0
     replays: int = 0
     misses: int = 0
+    _lengths: list[Formula] = field(default_factory=list)  # sizes of tensors that are known late
     _ranges: dict[str, _Range] = field(default_factory=dict)
     _lines: list[str] = field(default_factory=list)  # of each symbol that is known late
 
@@ -101,10 +104,14 @@ class LateClass:
             self._compared(sizes)
             if observer is not None and self.proof is not None:
                 self.proof.observed(sizes, observer.facts())
+                self.is_observed = False
             if self.is_known:
-                self._keep_last(reference)
-                return
-        elif self.templates is not None:
+                reference.forget()
+                self.references[:] = [reference]
+            else:
+                self.references.append(reference)
+            return
+        if self.templates is not None:
             self.agreed = 0
             if self.replays and self._why_not_replayed(reference) is None:
                 self.lost = "a call was not as predicted"
@@ -116,10 +123,6 @@ class LateClass:
             self._make()
         if len(self.references) >= _MOST and self.templates is None:
             self.lost = str(self.why)
-
-    def _keep_last(self, reference: Reference) -> None:
-        reference.forget()
-        self.references[:] = [reference]
 
     def _why_not_replayed(self, reference: Reference) -> str | None:
         """Why a replay of a recorded call would have missed; None: it would not."""
@@ -140,20 +143,16 @@ class LateClass:
             return None
         pairs = zip(reference.leaves, self.templates.programs, strict=True)
         is_equal = all(tuple(own.integers) == t.predicted(sizes) for own, t in pairs)
-        return sizes if is_equal else None
+        return sizes if is_equal and self.templates.whole.predicts(reference.forms, sizes) else None
 
     def _make(self) -> None:
-        was, templates = self.templates, Templates.of(self.references, may_be_equal=True)
+        templates = Templates.of(self.references, may_be_equal=True)
         found = self._instances_of(templates) if isinstance(templates, Templates) else templates
         if isinstance(found, Mismatch):
             self.templates, self.instances, self.why = None, None, found
             return
         assert isinstance(templates, Templates)
-        is_same = was is not None and was.formulas == templates.formulas
-        is_same = is_same and was is not None and was.sizes == templates.sizes[: len(was.sizes)]
         self.templates, self.instances, self.why = templates, found, None
-        if is_same:
-            return
         symbols, whole = self._symbols, templates.whole
         inputs = self.references[-1].program.inputs
         on_cpu = all(spec.device.type == "cpu" for spec in inputs)
@@ -162,6 +161,7 @@ class LateClass:
         own = [f for f in formulas if not f.symbols or max(f.symbols) < self.first]
         lengths = [f for f in whole.lengths() if not f.symbols or max(f.symbols) < self.first]
         self.arguments = Proof.of(self.every, own, lengths, on_cpu)
+        self._lengths = [f for f in whole.lengths() if f.symbols and max(f.symbols) >= self.first]
         self._lines, self._ranges = _lines(symbols, self.references[0]), {}
         for sizes in templates.sizes:
             self._compared(sizes)
@@ -220,7 +220,8 @@ class LateClass:
         if self.templates is None or self.proof is None or self.proof.is_hopeless:
             return None
         sizes = self.sizes_of(shapes)
-        if isinstance(sizes, str) or not (self._symbols.names and self.proof.wants_observer):
+        is_wanted = self.is_observed or not self.proof.has_known_path
+        if isinstance(sizes, str) or not (self._symbols.names and is_wanted):
             return None
         return LateObserver(self.templates.whole, self._symbols, sizes, self.is_late)
 
@@ -284,7 +285,15 @@ class LateClass:
             rest = formula.rest(sizes)
             if all(formula.rest(c) != rest for c in proof.compared):
                 return f"no compared size leaves {rest} in {formula}"
-        return proof.python_differs(sizes) if sizes else None
+        for formula in self._lengths:
+            size = formula.value(sizes)
+            if size < 2 and all(formula.value(c) != size for c in proof.compared):
+                return f"a tensor has the size {size}, which it had in no compared call"
+        if self.templates is not None and not self.templates.whole.relates(sizes):
+            return "tensors on one storage relate to each other otherwise than in recorded calls"
+        why = proof.python_differs(sizes) if sizes else None
+        self.is_observed |= why is not None and proof.wants_observer
+        return why
 
 
 def _first_late(symbols: Symbols) -> int:

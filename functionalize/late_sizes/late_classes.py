@@ -27,8 +27,8 @@ from functionalize.templates.leaves import Leaves
 from functionalize.templates.template import first_difference
 
 _MOST_APART = 4  # recordings of as many classes, none of which has a template
-_MOST = 16  # recordings of a kind before replays have returned their time
-_REPLAYS = 16  # a recording takes as long as so many replays return
+_MOST = 14  # recordings of a kind before replays have returned their time
+_REPLAYS = 64  # a recording takes as long as so many replays return
 _WINDOW, _MOST_MISSES = 32, 8  # a replay returns a third of what one that misses costs
 _FIRST_REST = 128  # calls that run eagerly before replays are tried again
 _THINNEST = 8  # as in `lengths/proofs.py`

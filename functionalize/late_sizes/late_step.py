@@ -24,7 +24,6 @@ from functionalize.late_sizes.late_class import LateClass
 from functionalize.late_sizes.late_classes import LateClasses, Turn
 from functionalize.late_sizes.late_instances import LateInstance
 from functionalize.late_sizes.late_observer import LateObserver
-from functionalize.lengths.proofs import EVERY
 from functionalize.lengths.references import Reference
 from functionalize.program.early_guard import A_SIZE
 from functionalize.program.executable import Vote
@@ -42,6 +41,9 @@ from functionalize.templates.fitting import Sizes
 
 log = logging.getLogger("functionalize")
 _DUE = "calls whose sizes the step computes are recorded until they are one program, and one in so many later"
+
+
+_EVERY = 32  # calls between recordings, at first: each compares other sizes
 
 
 class _AfterGraph:
@@ -70,7 +72,7 @@ class LateStep(CapturedStep):
 
     def _no_classes(self) -> LateClasses:
         dynamic = self._options.dynamic
-        return LateClasses(EVERY if isinstance(dynamic, (bool, str)) else max(dynamic, 2))
+        return LateClasses(_EVERY if isinstance(dynamic, (bool, str)) else dynamic)
 
     def forget(self) -> None:
         super().forget()
@@ -88,7 +90,9 @@ class LateStep(CapturedStep):
 
     def _takes_late_sizes(self) -> bool:
         """Whether results may have sizes that are known only while the graph runs."""
-        return self._lengths is not None and not self._options.compares
+        options = self._options
+        compares_all = options.dynamic is not True and options.dynamic == 1
+        return self._lengths is not None and not compares_all and not options.compares
 
     def _recorder(self, call: Invocation) -> Recorder:
         recorder = super()._recorder(call)

@@ -203,6 +203,11 @@ class SignatureTemplate:
             return "tensors on one storage relate to each other otherwise than in the recordings"
         return partial(self._filled, values)
 
+    def predicts(self, forms: Forms, sizes: Sizes) -> bool:
+        """Whether a signature of equal tokens is the one for these sizes."""
+        values = self._values(sizes)
+        return [values[number] for number in self.columns] == forms.leaves
+
     def _filled(self, values: Sequence[Any]) -> Signature:
         rows, leaves, facts = self._makers
         found = list(self.reference.rows)
@@ -297,6 +302,17 @@ class SignatureTemplate:
             start += count
             found[index] = own[0] if geometry is None else _shaped(geometry, own)
         return found
+
+    def relates(self, sizes: Sizes) -> bool:
+        """Whether tensors on one storage relate to each other as in the recordings."""
+        if not self._may_relate_otherwise:
+            return True
+        return self._relations(self._values(sizes)) == self.related
+
+    @cached_property
+    def _may_relate_otherwise(self) -> bool:
+        """Whether some storage has several windows, or one whose layout depends on sizes."""
+        return any(len(each) > 1 or each[0] not in self._layouts for each in self.storages)
 
     def _relations(self, values: Sequence[Any]) -> tuple[Any, ...]:
         layouts = self._layouts.copy()
