@@ -5,7 +5,7 @@
     admission.failure()                        after the graph, for its guard: None, or which size does not fit
 
 A replay must not end in the middle of its graph: other ranks wait in its collectives. So a result of a size that does
-not fit is replaced by zeros of one that does, and the graph runs to its end. The guard fails before any write.
+not fit is repeated, or cut, to one that does, and the graph runs to its end. The guard fails before any write.
 Invariant: every op of the graph gets tensors of sizes for which the functions of the program were compared.
 """
 
@@ -97,7 +97,7 @@ class Admission:
                 other = [tuple(t.shape) for t in tensors]
                 self._refuse(f"the result of {op.text}: its size is {other}, expected was {shapes}")
             pairs = zip(tensors, shapes, strict=True)
-            made = iter([t if t.shape == shape else t.new_zeros(shape) for t, shape in pairs])
+            made = iter([_resized(t, shape) for t, shape in pairs])
             value = _replaced(value, lambda: next(made))
         return (value, *[sizes[each.symbol] for each in op.defines])
 
@@ -134,6 +134,14 @@ class LateSizeGuard:
     def failure_of(self, results: Any) -> str | None:
         """Why the sizes do not fit, or None."""
         return self.admission.failure() if self.is_last else None
+
+
+def _resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor of another size with the same elements, some of them several times; zeros if there are none."""
+    for dim, (now, size) in enumerate(zip(tensor.shape, shape, strict=True)):
+        if now != size and now:
+            tensor = tensor.index_select(dim, torch.arange(size, device=tensor.device) % now)
+    return tensor if tensor.shape == shape else tensor.new_zeros(shape)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

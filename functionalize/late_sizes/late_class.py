@@ -27,20 +27,22 @@ Refusals: sizes of 0 and 1 beside others; a collective that sends a computed siz
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from functionalize.late_sizes.late_instances import LateInstances
 from functionalize.late_sizes.late_observer import LateObserver
 from functionalize.lengths.proofs import Proof
 from functionalize.lengths.references import Reference, Templates
+from functionalize.lengths.shared_passes import rewritten
 from functionalize.lengths.signature_template import SignatureTemplate
 from functionalize.program.early_guard import A_SIZE
 from functionalize.program.program import Program
 from functionalize.templates.call_keys import LATE
 from functionalize.templates.fitting import Formula, Sizes
 from functionalize.templates.symbols import Shapes, Symbols
-from functionalize.templates.template import FEWEST, Mismatch
+from functionalize.templates.template import FEWEST, Mismatch, Template
 from functionalize.util.text import counted
 
 _MOST = 12  # recordings that determine a template
@@ -66,6 +68,7 @@ class LateClass:
 
     is_late: for each size of a result that the step counts, whether it is known late. is_observed: the next recording
     is, since Python may take another way than in those that were.
+    passed: what became of the passes: "" they have run, else why they have not; None: they were not asked to.
     agreed: how many in a row were as predicted. why: there is no template. lost: it is not replayed any more.
     """
 
@@ -80,6 +83,7 @@ class LateClass:
     arguments: Proof | None = None
     why: Mismatch | None = None
     lost: str | None = None
+    passed: str | None = None
     recorded: int = 0
     agreed: int = 0
     replays: int = 0
@@ -153,6 +157,7 @@ class LateClass:
             return
         assert isinstance(templates, Templates)
         self.templates, self.instances, self.why = templates, found, None
+        self.passed = None
         symbols, whole = self._symbols, templates.whole
         inputs = self.references[-1].program.inputs
         on_cpu = all(spec.device.type == "cpu" for spec in inputs)
@@ -244,6 +249,7 @@ class LateClass:
             return f"{text}; none is replayed: {self.lost}"
         if self.is_ready:
             late = len(self._symbols.names) - self.first
+            text += f" (without passes: {self.passed})" if self.passed else ""
             return (
                 f"{text} are one program, in which {counted(late, 'size')} may vary; "
                 f"{counted(self.replays, 'replay')}; {counted(self.misses, 'replay')} met a size that was not compared"
@@ -257,6 +263,21 @@ class LateClass:
         program = self.instances.at(sizes)
         program.facts = self.references[-1].program.facts
         return program
+
+    def run_passes(self, apply: Callable[[Program], Program]) -> None:
+        """Run the passes, once for all sizes: `lengths/shared_passes.py`."""
+        assert self.templates is not None and self.proof is not None
+        template, whole, compared = (
+            self.templates.programs[0],
+            self.templates.whole,
+            self.proof.compared,
+        )
+        found: Any = rewritten(template, whole, compared, apply)
+        if isinstance(found, Template):
+            found = LateInstances.made(found, compared[0], self.first, self)
+        if isinstance(found, LateInstances):
+            self.instances = found
+        self.passed = "" if isinstance(found, LateInstances) else str(found)
 
     # -- replays: `admission.Rules` ----------------------------------------------------------------
 

@@ -16,6 +16,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from functionalize._compat.dispatch import disable_current_modes
 from functionalize.audit.signature import Signature
 from functionalize.errors import GuardError, SaveError
 from functionalize.ir.guards import ValueGuard
@@ -44,6 +47,7 @@ _DUE = "calls whose sizes the step computes are recorded until they are one prog
 
 
 _EVERY = 32  # calls between recordings, at first: each compares other sizes
+_BEFORE_PASSES = 256  # replays, as in `step/predicted_step.py`
 
 
 class _AfterGraph:
@@ -130,9 +134,7 @@ class LateStep(CapturedStep):
         observer = call.observer if isinstance(call.observer, LateObserver) else None
         sources = _sources(recording.recorder)
         self._late.learn(key, reference, sources, observer)
-        for each in list(self._cache):  # their sizes are those of the template as it was
-            if isinstance(each.program, LateInstance) and not each.program.is_current:
-                self._cache.drop(each)
+        self._drop_old()
         return replace(built, reference=None, is_replayed=False)
 
     # -- calls ---------------------------------------------------------------------------------
@@ -208,8 +210,30 @@ class LateStep(CapturedStep):
                 self._is_left_eager = not self._records_missed
             raise
         if kind is not None:
-            kind.replayed(_group_of(program), fits=True)
+            group = _group_of(program)
+            kind.replayed(group, fits=True)
+            if group.replays >= _BEFORE_PASSES and group.passed is None and self._options.rewrites:
+                self._pass(group)
         return result
+
+    def _pass(self, group: LateClass) -> None:
+        """Run the passes for a class that has been of use."""
+        group.passed = self._options.why_apart
+        if group.passed is None:
+            try:
+                with torch.no_grad(), disable_current_modes():
+                    group.run_passes(self._options.applied)
+            except Exception as error:  # its programs stay as they are
+                group.passed = f"the passes fail: {type(error).__name__}: {error}"
+        if group.passed:
+            log.info("the passes of %s do not run: %s", self._name, group.passed)
+        self._drop_old()
+
+    def _drop_old(self) -> None:
+        """Drop the programs of templates that have been replaced."""
+        for cached in list(self._cache):
+            if isinstance(cached.program, LateInstance) and not cached.program.is_current:
+                self._cache.drop(cached)
 
     @property
     def _sizes_text(self) -> str:

@@ -75,8 +75,11 @@ def _candidates(compared: Sequence[Sizes]) -> Iterator[Sizes]:
         if any(n < least for n, least in zip(found, low, strict=True)):
             break
         yield found
-    for k in range(1, _MOST_TRIED):
-        yield tuple(n + _step(i, k) for i, n in enumerate(high))
+    larger = [tuple(n + _step(i, k) for i, n in enumerate(high)) for k in range(1, _MOST_TRIED)]
+    yield from larger
+    for each in larger:  # where many sizes vary, few of these are all odd, or all even
+        yield tuple(n | 1 for n in each)
+        yield tuple(n + n % 2 for n in each)
 
 
 def _step(symbol: int, k: int) -> int:

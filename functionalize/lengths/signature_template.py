@@ -31,6 +31,7 @@ from functionalize.templates.makers import Maker, leaf_maker
 from functionalize.templates.template import Mismatch, Unfitted, fitted
 
 Leaf = int | Geometry
+_MOST_KNOWN = 4096  # sizes at which the windows of a storage are remembered
 
 
 class Forms:
@@ -304,15 +305,29 @@ class SignatureTemplate:
         return found
 
     def relates(self, sizes: Sizes) -> bool:
-        """Whether tensors on one storage relate to each other as in the recordings."""
-        if not self._may_relate_otherwise:
-            return True
-        return self._relations(self._values(sizes)) == self.related
+        """Whether tensors on one storage relate to each other as in the recordings; remembers for which sizes."""
+        for at, symbols, known in self._variable_storages:
+            own = tuple([sizes[n] for n in symbols])
+            if own not in known:
+                windows: list[Any] = [_value(self.functions[i], sizes) for i in self.storages[at]]
+                if relations(windows) != self.related[at]:
+                    return False
+                if len(known) < _MOST_KNOWN:
+                    known.add(own)
+        return True
 
     @cached_property
-    def _may_relate_otherwise(self) -> bool:
-        """Whether some storage has several windows, or one whose layout depends on sizes."""
-        return any(len(each) > 1 or each[0] not in self._layouts for each in self.storages)
+    def _variable_storages(self) -> list[tuple[int, tuple[int, ...], set[Sizes]]]:
+        """The storages with several windows, or one whose layout depends on sizes, each with its symbols."""
+        found = []
+        for at, each in enumerate(self.storages):
+            if len(each) > 1 or each[0] not in self._layouts:
+                functions: list[Any] = [self.functions[i] for i in each]
+                symbols = frozenset(
+                    n for _, formulas in functions for f in formulas for n in f.symbols
+                )
+                found.append((at, tuple(sorted(symbols)), set[Sizes]()))
+        return found
 
     def _relations(self, values: Sequence[Any]) -> tuple[Any, ...]:
         layouts = self._layouts.copy()
