@@ -76,7 +76,9 @@ def config_of(model: str, options: demo.Options) -> tuple[Any, str]:
         return transformers.BertConfig(**sizes, **heads), "BertForMaskedLM"
     if model in ("mixtral", LOOPING):
         experts: Row = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
-        experts |= {"experts_implementation": "eager"} if model == LOOPING else {}
+        if model == LOOPING:  # with a loss that keeps all experts in use
+            balanced = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+            experts |= {"experts_implementation": "eager"} | balanced
         return transformers.MixtralConfig(**sizes, **heads, **experts), "MixtralForCausalLM"
     if model == "t5":
         shape = {"d_model": hidden, "d_kv": hidden // 4, "d_ff": 2 * hidden, "num_heads": 4}

@@ -23,7 +23,6 @@ from functionalize.late_sizes.late_class import LateClass
 from functionalize.late_sizes.late_observer import LateObserver
 from functionalize.lengths.references import Reference
 from functionalize.templates.call_keys import open_key
-from functionalize.templates.leaves import Leaves
 from functionalize.templates.template import first_difference
 
 _MOST_APART = 4  # recordings of as many classes, none of which has a template
@@ -44,17 +43,17 @@ class Turn(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class LateKind:
-    """One kind of call. first: the leaves of its first recording. every: one in so many calls is recorded.
+    """One kind of call. every: one in so many calls is recorded. is_left: whether it is not recorded any more.
 
     new: calls since the last recording. gap: after so many the next one is recorded. rest: calls that run eagerly.
     """
 
-    first: Leaves
     every: int
     classes: list[LateClass] = field(default_factory=list)
     new: int = 0
     gap: int = 0
     rest: int = 0
+    is_left: bool = False
     _next_rest: int = _FIRST_REST
     _recent: deque[bool] = field(default_factory=lambda: deque(maxlen=_WINDOW))
 
@@ -77,7 +76,8 @@ class LateKind:
     def turn(self) -> Turn:
         """What the next call does; counts it."""
         if not self.group.is_ready:
-            return Turn.RECORD if self.may_record else Turn.REST
+            self.is_left = not self.may_record
+            return Turn.REST if self.is_left else Turn.RECORD
         if self.rest:
             self.rest -= 1
             return Turn.REST
@@ -127,7 +127,7 @@ class LateClasses:
         """
         kind = self._kinds.get(open_key(key))
         if kind is None:
-            kind = LateKind(reference.leaves[0], self._every, gap=self._every)
+            kind = LateKind(self._every, gap=self._every)
             self._kinds[open_key(key)] = kind
         kind.new = 0
         tokens = hash((reference.tokens, open_key(reference.key)))
@@ -143,9 +143,12 @@ class LateClasses:
 
 
 def _why_apart(kind: LateKind, latest: Reference) -> str | None:
-    """Where recordings of a kind part, if as many are no one program; None: they may be one."""
-    if len(kind.classes) < _MOST_APART or any(each.templates is not None for each in kind.classes):
+    """Where recordings of a kind part, if as many with arguments of one size are no one program; None: they may be."""
+    shapes = latest.shapes[:-1]
+    alike = [each for each in kind.classes if any(r.shapes[:-1] == shapes for r in each.references)]
+    if len(alike) < _MOST_APART or any(each.templates is not None for each in kind.classes):
         return None
-    difference = first_difference(kind.first, latest.leaves[0])
+    first = next(r for each in alike for r in each.references if r.shapes[:-1] == shapes)
+    difference = first_difference(first.leaves[0], latest.leaves[0])
     where = ": ".join(difference) if difference is not None else "a size is 0 or 1 in some of them"
-    return f"{kind.recorded} recorded calls are no one program, at {where}"
+    return f"{len(alike)} recorded calls are no one program, at {where}"

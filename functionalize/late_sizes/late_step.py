@@ -167,7 +167,9 @@ class LateStep(CapturedStep):
     def _begin_turn(self, call: Invocation) -> None:
         kind = self._late.of(call.key)
         if kind is not None and self._turn is None:
-            self._turn = kind.turn()
+            was_left, self._turn = kind.is_left, kind.turn()
+            if kind.is_left and not was_left:
+                log.warning("%s runs eagerly: %s", self._name, kind.group.text)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See `CapturedStep`."""

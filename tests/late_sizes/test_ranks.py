@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
+from functionalize.late_sizes import late_step
 from tests.fsdp.twins import differences, state_of
 from tests.ranks import run_on_ranks
 from tests.steps import make_loss_step
@@ -69,12 +72,27 @@ class Filtered(nn.Module):
         return out[entropy > entropy.mean()]
 
 
+class Sending(nn.Module):
+    """Rows that both ranks choose alike are summed over the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x + self.layer(x).relu()
+        scores = all_reduce(out.detach().sum(-1), "sum", dist.group.WORLD)
+        kept = out[scores > scores.mean()]
+        return kept * all_reduce(kept.detach(), "sum", dist.group.WORLD)
+
+
 def build(kind: str) -> tuple[Any, Any]:
     torch.manual_seed(0)
     parts: dict[str, Any] = {
         "mixtures": [Mixture(3), Mixture(4)],
         "skipping": [Skipping(3), Skipping(3)],
         "filtered": [nn.Linear(WIDTH, WIDTH), Filtered()],
+        "sending": [nn.Linear(WIDTH, WIDTH), Sending()],
         "filtered on one rank": [nn.Linear(WIDTH, WIDTH), Filtered((0,))],
     }
     model = nn.Sequential(*parts[kind])
@@ -110,5 +128,23 @@ def test_sizes_of_each_rank(kind: str, lengths: Sequence[int]) -> None:
     for found, stats, text in run_on_ranks(trained, kind, 90, lengths, "default", world=2):
         assert found == []
         assert stats.mispredictions == stats.audit_failures == 0
-        print(text)
         assert stats.replays >= 40, text
+
+
+def test_a_collective_that_sends_a_computed_size_is_not_replayed() -> None:
+    for found, stats, text in run_on_ranks(trained, "sending", 24, (96,), "", world=2):
+        assert found == []
+        assert stats.replays == 0 and stats.captures <= 20
+        assert "what it sends has a size that the step computes" in text
+
+
+def test_ranks_whose_passes_run_after_a_few_replays() -> None:
+    for found, stats, text in run_on_ranks(trained_after_passes, world=2):
+        assert found == []
+        assert stats.replays >= 40, text
+        assert "without passes" not in text
+
+
+def trained_after_passes() -> Any:
+    with mock.patch.object(late_step, "_BEFORE_PASSES", 8):
+        return trained("mixtures", 90, (96,), "default")
