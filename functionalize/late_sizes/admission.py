@@ -40,7 +40,10 @@ class Rules(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """Where a size is read: at one dimension of a tensor, whose size is `coefficient * it + rest`."""
+    """Where a size is read: at one dimension of a tensor, whose size is `coefficient * it + rest`.
+
+    tensor: -1 where the result of the op is the size.
+    """
 
     symbol: int
     tensor: int
@@ -54,12 +57,14 @@ class SizedOp:
     """An op whose result has a size that depends on data.
 
     dims: the number of dimensions of each tensor of its result. evaluate: from all sizes to those of these tensors.
+    count: an op that counts: the function that gives its result; None: another op.
     """
 
     text: str
     defines: tuple[Definition, ...]
     dims: tuple[int, ...]
     evaluate: Callable[..., tuple[int, ...]]
+    count: Formula | None = None
 
 
 class Admission:
@@ -83,13 +88,15 @@ class Admission:
         op, sizes = self._ops[number], self.sizes
         tensors = list(_tensors(value))
         for each in op.defines:
-            now = tensors[each.tensor].shape[each.dim] - each.rest.value(tuple(sizes))
-            size, rest = divmod(now, each.coefficient)
+            now = value if each.tensor < 0 else tensors[each.tensor].shape[each.dim]
+            size, rest = divmod(now - each.rest.value(tuple(sizes)), each.coefficient)
             why = "is no multiple" if rest else self._rules.why_refused(each.symbol, size)
             if why is not None:
                 self._refuse(f"the result of {op.text}: its size {size} {why}")
                 size = self._rules.compared_size(each.symbol, self._arguments)
             sizes[each.symbol] = size
+        if op.count is not None and op.count.value(tuple(sizes)) != value:
+            self._refuse(f"the result of {op.text}: it is {value}, expected was another size")
         found = iter(op.evaluate(*sizes))
         shapes = [tuple(islice(found, dims)) for dims in op.dims]
         if any(t.shape != shape for t, shape in zip(tensors, shapes, strict=True)):

@@ -5,7 +5,7 @@
     i5 = 2*s0 + 1
     v9 = op4(v8, [i5, 8])
 
-    code = LateCode.of(template, first, arguments, sized)     or a `Mismatch`: a size that no result has
+    code = LateCode.of(template, first, names, sized)
     BoxedTemplate.of(..., late=code)
 
 Invariant: an integer is computed as soon as the sizes that it depends on are known, and code that needs one earlier is
@@ -20,11 +20,13 @@ from typing import Any
 
 from torch import fx
 
+from functionalize.ir.commit import is_commit
 from functionalize.ir.ops import Geometry
 from functionalize.late_sizes.admission import Definition, SizedOp
+from functionalize.program.early_guard import A_SIZE
 from functionalize.program.printer import node_text
 from functionalize.templates.fitting import Formula, evaluator
-from functionalize.templates.template import Mismatch, SymbolicInt, Template
+from functionalize.templates.template import SymbolicInt, Template
 
 # Ops that take as many elements as a mask selects: they fail where the values are another number of these.
 _TAKES_A_MASK = ("index_put", "_unsafe_index_put", "_index_put_impl", "masked_scatter")
@@ -47,7 +49,7 @@ class LateCode:
     @staticmethod
     def of(
         template: Template, first: int, names: Mapping[Formula, str], sized: Mapping[fx.Node, Any]
-    ) -> LateCode | Mismatch:
+    ) -> LateCode:
         """names: of all integers that vary. sized: for each op whose result has a size that depends on data, what it
         returns, with `SymbolicInt`s in the places of integers that vary.
         """
@@ -55,7 +57,11 @@ class LateCode:
         late = {f: name for f, name in names.items() if max(f.symbols) >= first}
         code = LateCode(first, names=late)
         known, count = set(range(first)), len(template.symbols.names)
+        counts = _counts(template)
         for node in template.reference.graph.nodes:
+            if node in counts:
+                code._numbers[node] = len(code.ops)
+                code.ops.append(_counting(node, counts[node], known))
             if node not in sized:
                 continue
             shapes = [
@@ -67,10 +73,6 @@ class LateCode:
             dims = tuple(map(len, shapes))
             evaluate = evaluator([f for shape in shapes for f in shape], count)
             code.ops.append(SizedOp(f"`{node_text(node)}`", tuple(defines), dims, evaluate))
-        unknown = set(range(count)) - known
-        if unknown:
-            name = template.symbols.names[min(unknown)]
-            return Mismatch(0, name, "no result of an op has this size")
         return code
 
     def begin(self) -> Sequence[str]:
@@ -101,6 +103,31 @@ class LateCode:
         text = repr(number)
         if text in self.names.values() and text not in self._made:
             raise TypeError("an op needs a size before it is known")
+
+
+def _counts(template: Template) -> dict[fx.Node, Formula]:
+    """The ops that count elements of results, and what they give."""
+    program = template.reference
+    guards = [each for each in program.value_guards if each.what == A_SIZE]
+    places = iter(template.symbols.places[len(template.symbols.places) - len(guards) :])
+    (output,) = (node for node in program.graph.nodes if node.op == "output")
+    commit = next((node for node in program.graph.nodes if is_commit(node)), None)
+    found: dict[fx.Node, Formula] = {}
+    for at, guard in enumerate(program.value_guards):
+        if guard.what == A_SIZE:
+            node: Any = output.args[0][guard.slot] if commit is None else commit.args[at]
+            _, symbol, constant = next(places)
+            formula = Formula(constant) if symbol < 0 else Formula(0, ((1, (symbol,)),))
+            found.setdefault(node, formula)  # passes merge equal counts
+    return found
+
+
+def _counting(node: fx.Node, count: Formula, known: set[int]) -> SizedOp:
+    """known: symbols; gets that of the count."""
+    new = sorted(count.symbols - known)
+    known.update(new)
+    defines = tuple([Definition(symbol, -1, 0, 1, Formula(0)) for symbol in new])
+    return SizedOp(f"`{node_text(node)}`", defines, (), lambda *sizes: (), count)
 
 
 def _formula(size: int, formulas: Mapping[str, Formula]) -> Formula:

@@ -74,8 +74,8 @@ class LateInstances(Instances):
             found = ReplacedParts.of(template.reference, iter(integers))
             late = LateCode.of(template, first, names, found.sized)
             parts = _parts(template.reference, found.parts)
-            if isinstance(late, Mismatch) or isinstance(parts, Mismatch):
-                return late if isinstance(late, Mismatch) else parts  # type: ignore[return-value]
+            if isinstance(parts, Mismatch):
+                return parts
             taken = [*(names[f] for f in early), *(f"s{n}" for n in range(first)), "late"]
             code = BoxedTemplate.of(template.reference, found.arguments, taken, NO_WINDOWS, late)
         except TypeError as error:

@@ -143,13 +143,22 @@ class LateStep(CapturedStep):
         kind = self._late.of(call.key)
         if kind is None:
             return super()._is_unpredicted(call)
-        group = kind.group
-        if self._turn is Turn.REPLAY:
-            sizes = group.sizes_of(shapes_of(call.key))
-            if not isinstance(sizes, str) and group.why_compared(sizes) is None:
-                self._take_late(group, sizes, call)
-                return False
+        if self._turn is Turn.REPLAY and self._has_late(call):
+            return False
         return self._turn is Turn.REST or not kind.may_record
+
+    def _has_late(self, call: Invocation) -> bool:
+        """Whether there is a program for arguments of these sizes and all computed ones; makes it if it can be made."""
+        kind, programs = self._late.of(call.key), self._cache.at(call.key)
+        if any(isinstance(cached.program, LateInstance) for cached in programs):
+            return True
+        if kind is None or not kind.group.is_ready:
+            return False
+        sizes = kind.group.sizes_of(shapes_of(call.key))
+        if isinstance(sizes, str) or kind.group.why_compared(sizes) is not None:
+            return False
+        self._take_late(kind.group, sizes, call)
+        return True
 
     def _take_late(self, group: LateClass, sizes: Sizes, call: Invocation) -> None:
         """The call is replayed, unless it computes a size that was not compared."""
@@ -166,10 +175,15 @@ class LateStep(CapturedStep):
 
     def _begin_turn(self, call: Invocation) -> None:
         kind = self._late.of(call.key)
-        if kind is not None and self._turn is None:
-            was_left, self._turn = kind.is_left, kind.turn()
-            if kind.is_left and not was_left:
-                log.warning("%s runs eagerly: %s", self._name, kind.group.text)
+        if kind is None or self._turn is not None:
+            return
+        if any(not isinstance(each.program, LateInstance) for each in self._cache.at(call.key)):
+            self._turn = Turn.REPLAY  # Python decides by a number whether it computes such sizes
+            self._has_late(call)
+            return
+        was_left, self._turn = kind.is_left, kind.turn()
+        if kind.is_left and not was_left:
+            log.warning("%s runs eagerly: %s", self._name, kind.group.text)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See `CapturedStep`."""
@@ -197,23 +211,22 @@ class LateStep(CapturedStep):
         return self._after
 
     def _replay(self, cached: CachedProgram, call: Call) -> Any:
-        program, kind = cached.program, None
-        if isinstance(program, LateInstance):
-            kind = self._late.of(self._cache.key_of(cached))
+        program, kind = cached.program, self._late.of(self._cache.key_of(cached))
         self._records_missed = kind is None or kind.may_record
+        late = kind if isinstance(program, LateInstance) else None
         try:
             result = super()._replay(cached, call)
         except GuardError:
-            if kind is not None:
-                kind.replayed(_group_of(program), fits=False)
+            if late is not None:
+                late.replayed(_group_of(program), fits=False)
             if self._after is not None:
                 self._is_left_eager = self._after.worst is Level.RARE
-            elif kind is not None:
+            else:
                 self._is_left_eager = not self._records_missed
             raise
-        if kind is not None:
+        if late is not None:
             group = _group_of(program)
-            kind.replayed(group, fits=True)
+            late.replayed(group, fits=True)
             if group.replays >= _BEFORE_PASSES and group.passed is None and self._options.rewrites:
                 self._pass(group)
         return result

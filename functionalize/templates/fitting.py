@@ -112,17 +112,24 @@ def fit(sizes: Sequence[Sizes], values: Sequence[int]) -> Formula | None:
 
 
 def _fit_of_many(sizes: Sequence[Sizes], values: Sequence[int]) -> Formula | None:
-    """The same where many sizes vary: a multiple of one, or of the product of two, perhaps with a summand."""
-    for count in (1, 2):
-        numbers = combinations_with_replacement(range(len(sizes[0])), count)
-        found = [f for each in numbers if (f := _on_line(sizes, each, values)) is not None]
+    """The same where many sizes vary: a multiple of one, of the sum of some that follow each other, or of the product
+    of two, perhaps with a summand.
+    """
+    numbers = range(len(sizes[0]))
+    ones = [[(i,)] for i in numbers]
+    sums = [[(i,) for i in range(a, b + 1)] for a, b in combinations(numbers, 2)]
+    products = [[pair] for pair in combinations_with_replacement(numbers, 2)]
+    for forms in (ones, sums, products):
+        found = [f for each in forms if (f := _on_line(sizes, each, values)) is not None]
         if found:
             return found[0] if len(found) == 1 else None
     return None
 
 
-def _on_line(sizes: Sequence[Sizes], factors: Factors, values: Sequence[int]) -> Formula | None:
-    column = [_product(each, factors) for each in sizes]
+def _on_line(
+    sizes: Sequence[Sizes], terms: Sequence[Factors], values: Sequence[int]
+) -> Formula | None:
+    column = [sum(_product(each, factors) for factors in terms) for each in sizes]
     low, high = column.index(min(column)), column.index(max(column))
     if len(set(column)) < 3:  # one more than it has unknowns
         return None
@@ -130,7 +137,7 @@ def _on_line(sizes: Sequence[Sizes], factors: Factors, values: Sequence[int]) ->
     constant = values[low] - slope * column[low]
     if rest or any(slope * p + constant != v for p, v in zip(column, values, strict=True)):
         return None
-    return Formula(constant, ((slope, factors),))
+    return Formula(constant, tuple((slope, factors) for factors in terms))
 
 
 def line(sizes: Sequence[Sizes], values: Sequence[int]) -> Formula | None:

@@ -255,6 +255,17 @@ def kept_in_the_model(model: Any, x: Tensor) -> Tensor:
     return model.head(x).square().mean() * (1 + 0.1 * (model.seen > 20))
 
 
+def sometimes(model: Any, x: Tensor) -> Tensor:
+    """Python decides by a number whether a size is computed."""
+    kept, loss = kept_of(model, x), model.head(x).square().mean()
+    return loss + kept.square().mean() if loss.item() > 0.6 else loss
+
+
+def seldom(model: Any, x: Tensor) -> Tensor:
+    loss = model.head(x).square().mean()
+    return loss + kept_of(model, x).square().mean() if x[0, 0] > 1.5 else loss
+
+
 # Python or torch decides by a computed size: replayed where that is known to be as in a recording, else eager.
 DECIDING: Sequence[Body] = (
     branches,
@@ -275,6 +286,8 @@ DECIDING: Sequence[Body] = (
     padded,
     counted_by_the_step,
     kept_in_the_model,
+    sometimes,
+    seldom,
 )
 
 

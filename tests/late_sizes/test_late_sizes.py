@@ -23,7 +23,9 @@ from tests.late_sizes.computed import (
     by_root,
     kept_of,
     routed,
+    seldom,
     selected,
+    sometimes,
     trained,
 )
 
@@ -64,6 +66,12 @@ def test_a_size_that_is_always_the_same() -> None:
     captured = trained(highest, [40] * 20)
     assert captured.stats.replays >= 12, captured.explain()
     assert "in which 0 sizes may vary" in captured.explain()
+
+
+@pytest.mark.parametrize("body", [sometimes, seldom], ids=named)
+def test_calls_that_compute_no_size_are_replayed_beside_those_that_do(body: Body) -> None:
+    captured = trained(body, [40] * 120)
+    assert captured.stats.replays >= 60, captured.explain()
 
 
 def test_calls_are_compared_again_and_again() -> None:
