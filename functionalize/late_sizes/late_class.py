@@ -33,6 +33,7 @@ from typing import Any
 
 from functionalize.late_sizes.late_instances import LateInstances
 from functionalize.late_sizes.late_observer import LateObserver
+from functionalize.lengths.instances import programs_at
 from functionalize.lengths.proofs import Proof
 from functionalize.lengths.references import Reference, Templates
 from functionalize.lengths.shared_passes import rewritten
@@ -47,9 +48,7 @@ from functionalize.util.text import counted
 
 _MOST = 12  # recordings that determine a template
 _AGREEING = 2  # recordings in a row that must be as predicted, at least
-_HARDLY = (
-    8  # a size beyond compared ones by at most this part of their range counts as between them
-)
+_HARDLY = 8  # a size counts as between compared ones up to this part of their range beyond them
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp", "symm_mem")
 
 
@@ -88,7 +87,7 @@ class LateClass:
     agreed: int = 0
     replays: int = 0
     misses: int = 0
-    _lengths: list[Formula] = field(default_factory=list)  # sizes of tensors that are known late
+    _lengths: list[Formula] = field(default_factory=list)  # sizes of tensors that may be 0 or 1
     _ranges: dict[str, _Range] = field(default_factory=dict)
     _lines: list[str] = field(default_factory=list)  # of each symbol that is known late
 
@@ -127,6 +126,13 @@ class LateClass:
             self._make()
         if len(self.references) >= _MOST and self.templates is None:
             self.lost = str(self.why)
+            self.release()
+
+    def release(self) -> None:
+        """Drop what further recordings would be compared with, if there will be none."""
+        del self.references[:-1]
+        for each in self.references:
+            each.forget()
 
     def _why_not_replayed(self, reference: Reference) -> str | None:
         """Why a replay of a recorded call would have missed; None: it would not."""
@@ -166,7 +172,7 @@ class LateClass:
         own = [f for f in formulas if not f.symbols or max(f.symbols) < self.first]
         lengths = [f for f in whole.lengths() if not f.symbols or max(f.symbols) < self.first]
         self.arguments = Proof.of(self.every, own, lengths, on_cpu)
-        self._lengths = [f for f in whole.lengths() if f.symbols and max(f.symbols) >= self.first]
+        self._lengths = [f for f in whole.lengths() if _may_be_below_two(f)]
         self._lines, self._ranges = _lines(symbols, self.references[0]), {}
         for sizes in templates.sizes:
             self._compared(sizes)
@@ -257,22 +263,20 @@ class LateClass:
         why = f": {self.why}" if self.why is not None else ""
         return f"{text}, of which more are needed to replay others{why}"
 
-    def at(self, sizes: Sizes) -> Program:
-        """The program for arguments of these sizes."""
+    def at(self, sizes: Sizes) -> Program | None:
+        """The program for arguments of these sizes; None if one of them is the whole of its storage there only."""
         assert self.instances is not None
-        program = self.instances.at(sizes)
-        program.facts = self.references[-1].program.facts
-        return program
+        found = programs_at([self.instances], sizes)
+        if found is None:
+            return None
+        found[0].facts = self.references[-1].program.facts
+        return found[0]
 
     def run_passes(self, apply: Callable[[Program], Program]) -> None:
         """Run the passes, once for all sizes: `lengths/shared_passes.py`."""
         assert self.templates is not None and self.proof is not None
-        template, whole, compared = (
-            self.templates.programs[0],
-            self.templates.whole,
-            self.proof.compared,
-        )
-        found: Any = rewritten(template, whole, compared, apply)
+        templates, compared = self.templates, self.proof.compared
+        found: Any = rewritten(templates.programs[0], templates.whole, compared, apply)
         if isinstance(found, Template):
             found = LateInstances.made(found, compared[0], self.first, self)
         if isinstance(found, LateInstances):
@@ -315,6 +319,12 @@ class LateClass:
         why = proof.python_differs(sizes) if sizes else None
         self.is_observed |= why is not None and proof.wants_observer
         return why
+
+
+def _may_be_below_two(formula: Formula) -> bool:
+    """Whether a function of sizes from 2 on may be 0 or 1."""
+    grows = all(coefficient > 0 for coefficient, _ in formula.terms)
+    return bool(formula.terms) and not (grows and formula.constant >= 0 and not formula.operator)
 
 
 def _first_late(symbols: Symbols) -> int:

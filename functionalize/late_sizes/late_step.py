@@ -157,17 +157,17 @@ class LateStep(CapturedStep):
         sizes = kind.group.sizes_of(shapes_of(call.key))
         if isinstance(sizes, str) or kind.group.why_compared(sizes) is not None:
             return False
-        self._take_late(kind.group, sizes, call)
-        return True
+        return self._take_late(kind.group, sizes, call)
 
-    def _take_late(self, group: LateClass, sizes: Sizes, call: Invocation) -> None:
-        """The call is replayed, unless it computes a size that was not compared."""
+    def _take_late(self, group: LateClass, sizes: Sizes, call: Invocation) -> bool:
+        """Keep a program for arguments of these sizes, if there is one."""
         rest, program = group.references[-1].rest, group.at(sizes)
+        if program is None:
+            return False
         reason = f"a prediction from {group.recorded} recorded calls that computed other sizes"
-        made = replace(
-            rest, program=program, op_stream=None, reason=reason, group=None, is_bare=False
-        )
-        self._cache.add(call.key, made)
+        parts = {"op_stream": None, "reason": reason, "group": None, "is_bare": False}
+        self._cache.add(call.key, replace(rest, program=program, **parts))
+        return True
 
     def _is_skipped(self, call: Invocation) -> bool:
         self._begin_turn(call)
@@ -184,6 +184,8 @@ class LateStep(CapturedStep):
         was_left, self._turn = kind.is_left, kind.turn()
         if kind.is_left and not was_left:
             log.warning("%s runs eagerly: %s", self._name, kind.group.text)
+            for group in kind.classes:
+                group.release()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See `CapturedStep`."""

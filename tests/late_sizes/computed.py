@@ -74,15 +74,21 @@ def repeated(model: Any, x: Tensor) -> Tensor:
     return model.head(hidden.repeat_interleave(times, 0)).square().sum()
 
 
-def routed(model: Any, x: Tensor) -> Tensor:
-    """A mixture of experts that runs each expert on the tokens that chose it."""
-    weights, chosen = model.router(x).softmax(-1).topk(2, -1)
-    mask = F.one_hot(chosen, len(model.experts)).permute(2, 1, 0)
+def mixture(router: nn.Module, experts: Any, x: Tensor, skips: bool = False) -> Tensor:
+    """Each expert runs on the tokens that chose it. skips: if no token did, it does not run."""
+    weights, chosen = router(x).softmax(-1).topk(2, -1)
+    mask = F.one_hot(chosen, len(experts)).permute(2, 1, 0)
     out = torch.zeros_like(x)
-    for number, expert in enumerate(model.experts):
+    for number, expert in enumerate(experts):
         rank, token = torch.where(mask[number])
+        if skips and token.numel() == 0:
+            continue
         out.index_add_(0, token, expert(x[token]) * weights[token, rank, None])
-    return model.head(out).square().mean()
+    return out
+
+
+def routed(model: Any, x: Tensor) -> Tensor:
+    return model.head(mixture(model.router, model.experts, x)).square().mean()
 
 
 def halves(model: Any, x: Tensor) -> Tensor:
