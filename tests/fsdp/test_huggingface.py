@@ -80,7 +80,7 @@ def test_masks_with_and_without_padding_have_a_program_each() -> None:
     for verdict in run_on_ranks(masks_in_turn):
         assert verdict.differences == []
         assert verdict.captures == 2
-        assert verdict.replays >= 8
+        assert verdict.replays >= 5
 
 
 # -- results with objects in them ------------------------------------------------------------------
@@ -171,14 +171,14 @@ def test_a_mask_that_starts_to_be_full_on_one_rank_is_noticed() -> None:
 def looping_experts(build: Callable[..., Twin]) -> Verdict:
     """How many tokens each expert gets varies from call to call, and on each rank."""
     make = partial(build, experts_implementation="eager")
-    return compare_twins(lambda: seeded(make), train, text(n=30, rows=12))
+    return compare_twins(lambda: seeded(make), train, text(n=20, rows=12))
 
 
 @pytest.mark.parametrize("build", [build_mixtral, build_qwen3_moe])
 def test_experts_that_loop_over_those_that_were_hit(build: Callable[..., Twin]) -> None:
     for verdict in run_on_ranks(looping_experts, build):
         assert verdict.differences == []
-        assert verdict.replays >= 8
+        assert verdict.replays >= 5
 
 
 def refused_experts() -> str:
