@@ -115,7 +115,7 @@ class LateStep(CapturedStep):
         return (0, True) if _late_guards(recorded) else super()._before_passes(recorded, call)
 
     def _signature(self, recording: StepRecording, key: Hashable) -> Callable[[], Signature] | None:
-        if any(_sources(recording.recorder)):
+        if recording.recorder.checks.sizes.has_counts:
             return recording.signature()
         return super()._signature(recording, key)
 
@@ -132,7 +132,8 @@ class LateStep(CapturedStep):
         late = with_late_sizes(key, [guard.value for guard in guards])
         reference = replace(found, key=late, names=[*found.names, LATE])
         observer = call.observer if isinstance(call.observer, LateObserver) else None
-        sources = _sources(recording.recorder)
+        recorder = recording.recorder
+        sources = recorder.checks.sizes.late(recorder.early_records())
         self._late.learn(key, reference, sources, observer)
         self._drop_old()
         return replace(built, reference=None, is_replayed=False)
@@ -262,11 +263,6 @@ def _group_of(program: Program) -> LateClass:
     assert isinstance(program, LateInstance)
     group: LateClass = program.rules
     return group
-
-
-def _sources(recorder: Recorder) -> list[str | None]:
-    """For each size of a result that was counted, what gives it; None: it is known before the graph runs."""
-    return recorder.checks.sizes.late(recorder.early_records())
 
 
 def _late_guards(program: Program) -> list[ValueGuard]:

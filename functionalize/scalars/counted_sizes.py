@@ -107,6 +107,11 @@ class CountedSizes:
         return id(record) in self._of_ops
 
     @property
+    def has_counts(self) -> bool:
+        """Whether the size of an op's result was read."""
+        return bool(self._of_ops)
+
+    @property
     def records(self) -> frozenset[int]:
         """Ids of all records that have read a size."""
         return frozenset(id(record) for record, _ in self._found)
