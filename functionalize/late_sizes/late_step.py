@@ -44,8 +44,6 @@ from functionalize.templates.fitting import Sizes
 
 log = logging.getLogger("functionalize")
 _DUE = "calls whose sizes the step computes are recorded until they are one program, and one in so many later"
-
-
 _EVERY = 32  # calls between recordings, at first: each compares other sizes
 _BEFORE_PASSES = 256  # replays, as in `step/predicted_step.py`
 
@@ -65,7 +63,7 @@ class _AfterGraph:
 
 
 class LateStep(CapturedStep):
-    """A captured step."""
+    """A captured step, with one program for all sizes that its ops give their results."""
 
     def __init__(self, train_step: Callable[..., Any], options: CaptureOptions) -> None:
         super().__init__(train_step, options)
