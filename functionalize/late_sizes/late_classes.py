@@ -26,6 +26,7 @@ from functionalize.templates.call_keys import open_key
 from functionalize.templates.template import first_difference
 
 _MOST_APART = 4  # recordings of as many classes, none of which has a template
+_MOST_KINDS = 64
 _MOST = 14  # recordings of a kind before replays have returned their time
 _REPLAYS = 64  # a recording takes as long as so many replays return
 _WINDOW, _MOST_MISSES = 32, 8  # a replay returns a third of what one that misses costs
@@ -129,6 +130,9 @@ class LateClasses:
         if kind is None:
             kind = LateKind(self._every, gap=self._every)
             self._kinds[open_key(key)] = kind
+            if len(self._kinds) > _MOST_KINDS:
+                for each in self._kinds.pop(next(iter(self._kinds))).classes:
+                    each.templates = each.instances = None  # its programs are dropped
         kind.new = 0
         tokens = hash((reference.tokens, open_key(reference.key)))
         found = next((each for each in kind.classes if each.tokens == tokens), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.profiler import profile
 
 import functionalize as fz
 from functionalize.errors import SaveError, UncapturableError
+from functionalize.late_sizes import late_classes
 from tests.late_sizes.computed import (
     BODIES,
     DECIDING,
@@ -173,3 +175,19 @@ def test_the_loss_of_a_step_that_raises_is_the_error_of_eager() -> None:
 def test_the_same_rows_by_another_way_are_the_same() -> None:
     captured = trained(lambda model, x: kept_of(model, x).flip(0).square().mean(), [40] * 20)
     assert captured.stats.replays >= 8
+
+
+def test_of_many_kinds_of_calls_the_oldest_are_forgotten() -> None:
+    weight = nn.Parameter(torch.randn(8))
+
+    def step(x: Tensor, number: int) -> Tensor:
+        scaled = x * weight.detach()
+        return scaled[above(scaled.sum(-1))] + number
+
+    captured = fz.capture(step, audit=False, record_after=1)
+    with mock.patch.object(late_classes, "_MOST_KINDS", 2):
+        for i in range(48):
+            x = torch.randn(40, 8, generator=torch.Generator().manual_seed(i))
+            assert torch.equal(captured(x, i // 12), step(x, i // 12))
+    assert captured.stats.replays >= 12, captured.explain()
+    assert len(captured.programs) <= 2
