@@ -43,8 +43,10 @@ class LateCode:
     ops: list[SizedOp] = field(default_factory=list)
     names: Mapping[Formula, str] = field(default_factory=dict)
     _numbers: dict[fx.Node, int] = field(default_factory=dict)
-    _known: set[int] = field(default_factory=set)  # symbols, as the code is made
-    _made: set[str] = field(default_factory=set)
+    _follow: dict[int, list[tuple[str, Formula]]] = field(
+        default_factory=dict
+    )  # integers, by the last op they need
+    _unmade: set[str] = field(default_factory=set)  # as the code is made
 
     @staticmethod
     def of(
@@ -73,24 +75,22 @@ class LateCode:
             dims = tuple(map(len, shapes))
             evaluate = evaluator([f for shape in shapes for f in shape], count)
             code.ops.append(SizedOp(f"`{node_text(node)}`", tuple(defines), dims, evaluate))
+        code._follow = _by_last_op(code.ops, late, first)
         return code
 
     def begin(self) -> Sequence[str]:
-        self._known, self._made = set(range(self.first)), set()
+        self._unmade = set(self.names.values())
         return ["late.begin()"]
 
     def after(self, node: fx.Node, name: str) -> Sequence[str]:
         number = self._numbers.get(node)
         if number is None:
             return ()
-        new = [each.symbol for each in self.ops[number].defines]
-        self._known.update(new)
-        lines = [f"{', '.join([name, *(f's{n}' for n in new)])}, = late.admit({number}, {name})"]
-        for formula, integer in self.names.items():
-            if integer not in self._made and formula.symbols <= self._known:
-                self._made.add(integer)
-                lines.append(f"{integer} = {formula}")
-        return lines
+        new = [f"s{each.symbol}" for each in self.ops[number].defines]
+        integers = self._follow.get(number, ())
+        self._unmade.difference_update(integer for integer, _ in integers)
+        lines = [f"{integer} = {formula}" for integer, formula in integers]
+        return [f"{', '.join([name, *new])}, = late.admit({number}, {name})", *lines]
 
     def call(self, node: fx.Node, call: str, name: Callable[[fx.Node], str]) -> str:
         target = getattr(node.target, "__name__", "")
@@ -100,9 +100,21 @@ class LateCode:
         return f"{call} if late.fits else {name(first)}"
 
     def check(self, number: SymbolicInt) -> None:
-        text = repr(number)
-        if text in self.names.values() and text not in self._made:
+        if repr(number) in self._unmade:
             raise TypeError("an op needs a size before it is known")
+
+
+def _by_last_op(
+    ops: Sequence[SizedOp], names: Mapping[Formula, str], first: int
+) -> dict[int, list[tuple[str, Formula]]]:
+    """The integers that can be computed after each op, by its number; those of unknown sizes after none."""
+    known = dict.fromkeys(range(first), -1)
+    known |= {each.symbol: number for number, op in enumerate(ops) for each in op.defines}
+    found: dict[int, list[tuple[str, Formula]]] = {}
+    for formula, name in names.items():
+        if all(symbol in known for symbol in formula.symbols):
+            found.setdefault(max(known[n] for n in formula.symbols), []).append((name, formula))
+    return found
 
 
 def _counts(template: Template) -> dict[fx.Node, Formula]:

@@ -19,12 +19,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import combinations, combinations_with_replacement
 
 Sizes = tuple[int, ...]
 Factors = tuple[int, ...]  # the numbers of the sizes that are multiplied
 _DIVISORS = range(2, 9)
 _FEW = 4  # sizes that vary, of which more forms are tried
+_VERY_MANY = 32
 _MOST_FACTORS = 3  # batch, height and width
 _FEWEST_OF_ONE_REST = 5  # recordings: with fewer, one of another remainder is awaited
 _MANY = 6  # recordings, between whose sizes divisions by small numbers and by larger ones may give the same
@@ -113,17 +115,37 @@ def fit(sizes: Sequence[Sizes], values: Sequence[int]) -> Formula | None:
 
 def _fit_of_many(sizes: Sequence[Sizes], values: Sequence[int]) -> Formula | None:
     """The same where many sizes vary: a multiple of one, of the sum of some that follow each other, or of the product
-    of two, perhaps with a summand.
+    of two, perhaps with a summand; of very many only the first.
     """
+    alone = _directions(tuple(sizes)).get(_direction(values), ())
+    found = [f for i in alone if (f := _on_line(sizes, [(i,)], values)) is not None]
+    if found or len(sizes[0]) > _VERY_MANY:
+        return found[0] if len(found) == 1 else None
     numbers = range(len(sizes[0]))
-    ones = [[(i,)] for i in numbers]
     sums = [[(i,) for i in range(a, b + 1)] for a, b in combinations(numbers, 2)]
     products = [[pair] for pair in combinations_with_replacement(numbers, 2)]
-    for forms in (ones, sums, products):
+    for forms in (sums, products):
         found = [f for each in forms if (f := _on_line(sizes, each, values)) is not None]
         if found:
             return found[0] if len(found) == 1 else None
     return None
+
+
+@lru_cache(maxsize=4)
+def _directions(sizes: tuple[Sizes, ...]) -> dict[tuple[int, ...], list[int]]:
+    """The numbers of the sizes, by the direction in which each varies."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for number, column in enumerate(zip(*sizes, strict=True)):
+        found.setdefault(_direction(column), []).append(number)
+    return found
+
+
+def _direction(values: Sequence[int]) -> tuple[int, ...]:
+    """Equal for two columns of integers if one is a multiple of the other, with a summand."""
+    steps = [value - values[0] for value in values]
+    scale = math.gcd(*steps) or 1
+    scale = scale if next((step for step in steps if step), 1) > 0 else -scale
+    return tuple([step // scale for step in steps])
 
 
 def _on_line(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functionalize.templates.fitting import Formula, evaluator, fit
+from functionalize.templates.fitting import Formula, Sizes, evaluator, fit
 
 ONE = [(8,), (12,), (20,), (33,), (47,)]
 OF_ONE_REST = [(8,), (16,), (24,), (64,), (96,)]
@@ -85,6 +87,12 @@ def test_too_few_recordings_determine_nothing() -> None:
     assert fit([(8,), (12,), (20,)], [66, 146, 403]) is None
 
 
+def test_of_many_recordings_the_smallest_divisor_counts() -> None:
+    lengths = [22, 19, 24, 18, 20, 23]  # (4*s0 - 9)//7, too
+    assert str(fit([(s,) for s in lengths], [s // 2 for s in lengths])) == "s0//2"
+    assert fit([(s,) for s in lengths[:5]], [s // 2 for s in lengths[:5]]) is None
+
+
 def test_what_several_functions_give_is_not_guessed() -> None:
     assert fit([(8,), (12,), (20,), (32,)], [5, 7, 11, 17]) is None  # (s0 + 2)//2 or (s0 + 3)//2
     assert fit([(8,), (12,), (20,), (32,)], [1, 1, 2, 4]) is None  # by 7, 8 or 9, and so on
@@ -99,3 +107,32 @@ def test_no_function() -> None:
     assert fit([(8 * n,) for n in range(1, 6)], [1, 1, 1, 1, 2]) is None
     assert fit([(s,) for s in (8, 12, 20, 33)], [8, 12, 20, 20]) is None  # min(s, 20)
     assert fit([(s,) for s in (8, 12, 20, 33)], [1, 2, 1, 2]) is None
+
+
+MANY = [tuple(random.Random(i).sample(range(2, 90), 7)) for i in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda s: 3 * s[5] + 2, "3*s5 + 2"),
+        (lambda s: 9 - 2 * s[4], "-2*s4 + 9"),
+        (lambda s: 4 * (s[1] + s[2] + s[3]), "4*s1 + 4*s2 + 4*s3"),
+        (lambda s: s[0] * s[6] - 1, "s0*s6 - 1"),
+        (lambda s: 12, "12"),
+    ],
+)
+def test_functions_of_many_sizes(function: Callable[[Sizes], int], text: str) -> None:
+    assert str(fit(MANY, list(map(function, MANY)))) == text
+
+
+def test_of_many_sizes_that_vary_alike_none_is_chosen() -> None:
+    alike = [(*sizes, sizes[3] + 1) for sizes in MANY]
+    assert fit(alike, [sizes[3] for sizes in alike]) is None
+    assert fit(MANY, [sizes[3] // 2 for sizes in MANY]) is None
+
+
+def test_of_very_many_sizes_multiples_of_one_are_found() -> None:
+    sizes = [tuple(random.Random(i).choices(range(2, 900), k=2000)) for i in range(9)]
+    assert str(fit(sizes, [5 * each[1234] + 1 for each in sizes])) == "5*s1234 + 1"
+    assert fit(sizes, [each[4] + each[5] for each in sizes]) is None
