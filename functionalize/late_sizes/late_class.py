@@ -33,6 +33,7 @@ from typing import Any
 
 from functionalize.late_sizes.late_instances import LateInstances
 from functionalize.late_sizes.late_observer import LateObserver
+from functionalize.late_sizes.window_relations import WindowRelations
 from functionalize.lengths.instances import programs_at
 from functionalize.lengths.proofs import Proof
 from functionalize.lengths.references import Reference, Templates
@@ -87,6 +88,7 @@ class LateClass:
     agreed: int = 0
     replays: int = 0
     misses: int = 0
+    _related: WindowRelations | None = None
     _lengths: list[Formula] = field(default_factory=list)  # sizes of tensors that may be 0 or 1
     _ranges: dict[str, _Range] = field(default_factory=dict)
     _lines: list[str] = field(default_factory=list)  # of each symbol that is known late
@@ -172,6 +174,7 @@ class LateClass:
         own = [f for f in formulas if not f.symbols or max(f.symbols) < self.first]
         lengths = [f for f in whole.lengths() if not f.symbols or max(f.symbols) < self.first]
         self.arguments = Proof.of(self.every, own, lengths, on_cpu)
+        self._related = WindowRelations(whole)
         self._lengths = [f for f in whole.lengths() if _may_be_below_two(f)]
         self._lines, self._ranges = _lines(symbols, self.references[0]), {}
         for sizes in templates.sizes:
@@ -314,7 +317,7 @@ class LateClass:
             size = formula.value(sizes)
             if size < 2 and all(formula.value(c) != size for c in proof.compared):
                 return f"a tensor has the size {size}, which it had in no compared call"
-        if self.templates is not None and not self.templates.whole.relates(sizes):
+        if self._related is not None and not self._related.hold(sizes):
             return "tensors on one storage relate to each other otherwise than in recorded calls"
         why = proof.python_differs(sizes) if sizes else None
         self.is_observed |= why is not None and proof.wants_observer

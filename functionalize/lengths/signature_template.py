@@ -31,7 +31,6 @@ from functionalize.templates.makers import Maker, leaf_maker
 from functionalize.templates.template import Mismatch, Unfitted, fitted
 
 Leaf = int | Geometry
-_MOST_KNOWN = 4096  # sizes at which the windows of a storage are remembered
 
 
 class Forms:
@@ -294,7 +293,7 @@ class SignatureTemplate:
     @cached_property
     def _constants(self) -> list[Leaf]:
         """The value of each function at some sizes."""
-        return [_value(function, (2,) * self.symbols) for function in self.functions]
+        return [value_at(function, (2,) * self.symbols) for function in self.functions]
 
     def _values(self, sizes: Sizes) -> list[Leaf]:
         found, numbers, start = self._constants.copy(), self._evaluate(*sizes), 0
@@ -304,30 +303,9 @@ class SignatureTemplate:
             found[index] = own[0] if geometry is None else _shaped(geometry, own)
         return found
 
-    def relates(self, sizes: Sizes) -> bool:
-        """Whether tensors on one storage relate to each other as in the recordings; remembers for which sizes."""
-        for at, symbols, known in self._variable_storages:
-            own = tuple([sizes[n] for n in symbols])
-            if own not in known:
-                windows: list[Any] = [_value(self.functions[i], sizes) for i in self.storages[at]]
-                if relations(windows) != self.related[at]:
-                    return False
-                if len(known) < _MOST_KNOWN:
-                    known.add(own)
-        return True
-
-    @cached_property
-    def _variable_storages(self) -> list[tuple[int, tuple[int, ...], set[Sizes]]]:
-        """The storages with several windows, or one whose layout depends on sizes, each with its symbols."""
-        found = []
-        for at, each in enumerate(self.storages):
-            if len(each) > 1 or each[0] not in self._layouts:
-                functions: list[Any] = [self.functions[i] for i in each]
-                symbols = frozenset(
-                    n for _, formulas in functions for f in formulas for n in f.symbols
-                )
-                found.append((at, tuple(sorted(symbols)), set[Sizes]()))
-        return found
+    def layout_is_known(self, function: int) -> bool:
+        """Whether a window has one layout at all sizes. function: its number."""
+        return function in self._layouts
 
     def _relations(self, values: Sequence[Any]) -> tuple[Any, ...]:
         layouts = self._layouts.copy()
@@ -380,7 +358,8 @@ def _text_of(function: Any) -> str:
     return repr((list(map(str, formulas)), _text_of(offset), geometry[3:]))
 
 
-def _value(function: Any, sizes: Sizes) -> Leaf:
+def value_at(function: Any, sizes: Sizes) -> Leaf:
+    """What a function gives for these sizes."""
     if isinstance(function, Formula):
         return function.value(sizes)
     geometry, formulas = function
