@@ -9,8 +9,8 @@ under `torch.compile(dynamic=True)`.
 
 Hugging Face models with random weights under FSDP2, built once for each way; the ways take turns at each call, on the
 same tokens. Each rank draws its own lengths. The streams: `new` (no length returns), `long` (drawn from 96), `few`
-(drawn from 4), `same` (always 96). Losses, parameters and optimizer states are compared with eager bit by bit after every call, apart from
-those of `torch.compile`, whose kernels round otherwise.
+(drawn from 4), `same` (always 96). Losses, parameters and optimizer states are compared with eager bit by bit after
+every call, apart from those of `torch.compile`, whose kernels round otherwise.
 Total seconds of all calls, first ones included, and of the last third; ratios to eager. `known`: the time of calls of
 six lengths that return, after the passes of their class and a garbage collection, to that of programs recorded at each.
 
@@ -258,7 +258,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--passes", default="default")
-    parser.add_argument("--stream", nargs="+", choices=list(STREAMS), default=["new", "long", "few"])
+    parser.add_argument(
+        "--stream", nargs="+", choices=list(STREAMS), default=["new", "long", "few"]
+    )
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["llama"])
     parser.add_argument("--way", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--json", action="store_true")

@@ -12,9 +12,13 @@ Invariant: a step is never replayed if FSDP2 has state that the contract does no
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
+from types import FrameType
 
 import torch
 from torch import nn
@@ -25,6 +29,7 @@ from functionalize.fsdp.contract import unknown_attributes, unknown_attributes_o
 from functionalize.fsdp.objects import fsdp_contexts, fsdp_groups, fsdp_params, fsdp_states
 from functionalize.util.torch_release import minor_of, release_of
 
+_OWN = str(Path(__file__).resolve().parents[1]) + os.sep
 TESTED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 
@@ -44,8 +49,17 @@ def _warn(version: str) -> None:
         f"functionalize was tested with torch {TESTED[0]} to {TESTED[-1]}, this is torch {version}: what a capture "
         "assumes of FSDP2 is compared with this torch, and a step that it does not explain is refused by name",
         UntestedTorchWarning,
-        stacklevel=6,
+        stacklevel=_frames_of_ours() + 1,
     )
+
+
+def _frames_of_ours() -> int:
+    """The number of frames of this library below the user's code, from the caller on."""
+    frame: FrameType | None = sys._getframe(1)
+    count = 0
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
+        count, frame = count + 1, frame.f_back
+    return count
 
 
 def warn_if_untested() -> None:
