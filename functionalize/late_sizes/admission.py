@@ -1,8 +1,9 @@
 """One replay's sizes of results: which of them the program takes, and what becomes of a replay that meets another one.
 
     admission.begin()
-    index, s1 = admission.admit(0, index)      after the first op whose result has a size that depends on data
-    admission.failure()                        after the graph, for its guard: None, or which size does not fit
+    s1 = admission.define(0, count)         after an op that counts the elements of a result
+    index = admission.admit(1, index)       after the op whose result has as many
+    admission.failure()                     after the graph, for its guard: None, or which size does not fit
 
 A replay must not end in the middle of its graph: other ranks wait in its collectives. So a result of a size that does
 not fit is repeated, or cut, to one that does, and the graph runs to its end. The guard fails before any write.
@@ -11,7 +12,7 @@ Invariant: every op of the graph gets tensors of sizes for which the functions o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -19,6 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from functionalize.program.early_guard import A_SIZE
+from functionalize.program.metadata import tensors_of
 from functionalize.templates.fitting import Formula, Sizes
 
 
@@ -39,32 +42,18 @@ class Rules(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Definition:
-    """Where a size is read: at one dimension of a tensor, whose size is `coefficient * it + rest`.
-
-    tensor: -1 where the result of the op is the size.
-    """
-
-    symbol: int
-    tensor: int
-    dim: int
-    coefficient: int
-    rest: Formula
-
-
-@dataclass(frozen=True, slots=True)
 class SizedOp:
-    """An op whose result has a size that depends on data.
+    """An op whose result has a size that depends on data, or that counts the elements of one.
 
     dims: the number of dimensions of each tensor of its result. evaluate: from all sizes to those of these tensors.
-    count: an op that counts: the function that gives its result; None: another op.
+    count: of an op that counts: the function that gives its result. symbol: the size that this result defines.
     """
 
     text: str
-    defines: tuple[Definition, ...]
     dims: tuple[int, ...]
     evaluate: Callable[..., tuple[int, ...]]
     count: Formula | None = None
+    symbol: int | None = None
 
 
 class Admission:
@@ -73,47 +62,49 @@ class Admission:
     def __init__(self, ops: Sequence[SizedOp], rules: Rules, arguments: Sizes, count: int) -> None:
         self._ops, self._rules, self._arguments = ops, rules, arguments
         self._count = count
-        self.sizes: list[int] = []
-        self.fits = True
-        self._why: str | None = None
         self.begin()
 
     def begin(self) -> None:
         """A replay begins."""
-        self.sizes = [*self._arguments, *[0] * (self._count - len(self._arguments))]
-        self.fits, self._why = True, None
+        self._sizes = [*self._arguments, *[0] * (self._count - len(self._arguments))]
+        self._why: str | None = None
 
-    def admit(self, number: int, value: Any) -> tuple[Any, ...]:
-        """The result of an op, or one of another size in its place, and the sizes that it defines."""
-        op, sizes = self._ops[number], self.sizes
-        tensors = list(_tensors(value))
-        for each in op.defines:
-            now = value if each.tensor < 0 else tensors[each.tensor].shape[each.dim]
-            size, rest = divmod(now - each.rest.value(tuple(sizes)), each.coefficient)
-            why = "is no multiple" if rest else self._rules.why_refused(each.symbol, size)
-            if why is not None:
-                self._refuse(f"the result of {op.text}: its size {size} {why}")
-                size = self._rules.compared_size(each.symbol, self._arguments)
-            sizes[each.symbol] = size
+    @property
+    def fits(self) -> bool:
+        """Whether all sizes so far do."""
+        return self._why is None
+
+    def admit(self, number: int, value: Any) -> Any:
+        """The result of an op, or one of another size in its place."""
+        op, sizes = self._ops[number], self._sizes
         if op.count is not None and op.count.value(tuple(sizes)) != value:
             self._refuse(f"the result of {op.text}: it is {value}, expected was another size")
-        found = iter(op.evaluate(*sizes))
+        tensors, found = list(tensors_of(value)), iter(op.evaluate(*sizes))
         shapes = [tuple(islice(found, dims)) for dims in op.dims]
-        if any(t.shape != shape for t, shape in zip(tensors, shapes, strict=True)):
-            if self.fits:
-                other = [tuple(t.shape) for t in tensors]
-                self._refuse(f"the result of {op.text}: its size is {other}, expected was {shapes}")
-            pairs = zip(tensors, shapes, strict=True)
-            made = iter([_resized(t, shape) for t, shape in pairs])
-            value = _replaced(value, lambda: next(made))
-        return (value, *[sizes[each.symbol] for each in op.defines])
+        if all(t.shape == shape for t, shape in zip(tensors, shapes, strict=True)):
+            return value
+        if self.fits:
+            other = [tuple(t.shape) for t in tensors]
+            self._refuse(f"the result of {op.text}: its size is {other}, expected was {shapes}")
+        resized = map(_resized, tensors, shapes)
+        return _replaced(value, lambda: next(resized))
+
+    def define(self, number: int, size: int) -> int:
+        """The size that an op has counted, or one that fits in its place."""
+        op = self._ops[number]
+        assert op.symbol is not None
+        if (why := self._rules.why_refused(op.symbol, size)) is not None:
+            self._refuse(f"the result of {op.text}: its size {size} {why}")
+            size = self._rules.compared_size(op.symbol, self._arguments)
+        self._sizes[op.symbol] = size
+        return size
 
     def _refuse(self, why: str) -> None:
-        self.fits, self._why = False, self._why or why
+        self._why = self._why or why
 
     def failure(self) -> str | None:
         """Why the sizes of this replay do not fit the program, or None."""
-        return self._why or self._rules.why_not(tuple(self.sizes))
+        return self._why or self._rules.why_not(tuple(self._sizes))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,7 +127,7 @@ class LateSizeGuard:
     @property
     def what(self) -> str:
         """What it is on, for texts."""
-        return "the size of a result"
+        return A_SIZE
 
     def failure_of(self, results: Any) -> str | None:
         """Why the sizes do not fit, or None."""
@@ -149,14 +140,6 @@ def _resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
         if now != size and now:
             tensor = tensor.index_select(dim, torch.arange(size, device=tensor.device) % now)
     return tensor if tensor.shape == shape else tensor.new_zeros(shape)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
 
 
 def _replaced(value: Any, following: Callable[[], Tensor]) -> Any:

@@ -1,8 +1,8 @@
 """One class: recorded calls of a step that differ in the sizes that it computes, and perhaps in those of arguments.
 
-    group.add(reference, observer)             a recorded call
-    group.ready()                              whether its program is replayed, whatever it will compute
-    program = group.at(arguments)              for arguments of these sizes
+    group.add(reference, is_late, observer)    a recorded call
+    group.is_ready                             whether its program is replayed
+    program = group.at((37,))                  for arguments of these sizes, and any computed ones
 
 Every call that is compared is recorded: what it computes is known only then. The template is determined by all
 recordings until several in a row were as predicted; with more symbols more must agree, since then more functions fit a
@@ -14,8 +14,8 @@ Which sizes a replay takes (`admission.py`):
   must hold for that of the replay. A size that Python asks for and that equals another one in that run teaches nothing.
 - torch, by thresholds, by remainders, by 0 and 1. So a computed size lies between compared ones, or beyond them by at
   most an eighth of their range, and leaves a remainder that one has left. Sizes that one line of the step makes count
-  as one here, such as those of the experts of all layers: the same ops read them. Both is weaker than for sizes of
-  arguments: computed ones are others in each call, and each of many must fit. That two sizes are equal by chance
+  as one here, such as those of the experts of all layers: the same ops read them. Both rules are weaker than those
+  for arguments: computed ones are others in each call, and each of many must fit. That two sizes are equal by chance
   decides nothing: torch compares sizes of tensors that are broadcast to each other, and there only 1 and equal ones
   are possible.
 - The sizes of arguments are those of `lengths/proofs.py`.
@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from functionalize.late_sizes.late_guards import first_late, late_guards, late_places
 from functionalize.late_sizes.late_instances import LateInstances
 from functionalize.late_sizes.late_observer import LateObserver
 from functionalize.late_sizes.window_relations import WindowRelations
@@ -39,9 +40,7 @@ from functionalize.lengths.proofs import Proof
 from functionalize.lengths.references import Reference, Templates
 from functionalize.lengths.shared_passes import rewritten
 from functionalize.lengths.signature_template import SignatureTemplate
-from functionalize.program.early_guard import A_SIZE
 from functionalize.program.program import Program
-from functionalize.templates.call_keys import LATE
 from functionalize.templates.fitting import Formula, Sizes
 from functionalize.templates.symbols import Shapes, Symbols
 from functionalize.templates.template import FEWEST, Mismatch, Template
@@ -110,11 +109,11 @@ class LateClass:
             if observer is not None and self.proof is not None:
                 self.proof.observed(sizes, observer.facts())
                 self.is_observed = False
+            self.references.append(reference)
             if self.is_known:
+                del self.references[:-1]
                 reference.forget()
-                self.references[:] = [reference]
-            else:
-                self.references.append(reference)
+                self._look_at_proof()
             return
         if self.templates is not None:
             self.agreed = 0
@@ -129,6 +128,10 @@ class LateClass:
         if len(self.references) >= _MOST and self.templates is None:
             self.lost = str(self.why)
             self.release()
+
+    def _look_at_proof(self) -> None:
+        if self.proof is not None and self.proof.lost is not None:
+            self.lost = f"it is not known what Python learns of sizes: {self.proof.lost}"
 
     def release(self) -> None:
         """Drop what further recordings would be compared with, if there will be none."""
@@ -182,7 +185,7 @@ class LateClass:
 
     def _instances_of(self, templates: Templates) -> LateInstances | Mismatch:
         template = templates.programs[0]
-        first = _first_late(template.symbols)
+        first = first_late(template.symbols)
         sent = _sent(templates.whole, first)
         if sent is not None:
             return Mismatch(0, f"`{sent}`", "what it sends has a size that the step computes")
@@ -206,7 +209,7 @@ class LateClass:
     @property
     def first(self) -> int:
         """The number of the first symbol that is known late."""
-        return _first_late(self._symbols)
+        return first_late(self._symbols)
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -221,13 +224,9 @@ class LateClass:
     @property
     def is_ready(self) -> bool:
         """Whether its program is replayed."""
-        proof = self.proof
-        if self.lost is not None or proof is None or not self.is_known:
+        if self.lost is not None or self.proof is None or not self.is_known:
             return False
-        if proof.lost is not None:
-            self.lost = f"it is not known what Python learns of sizes: {proof.lost}"
-            return False
-        return proof.has_known_path or not self._symbols.names
+        return self.proof.has_known_path or not self._symbols.names
 
     def observer(self, shapes: Shapes) -> LateObserver | None:
         """What observes a call that is recorded; None: nothing is to be learned of it. shapes: of its arguments."""
@@ -330,17 +329,11 @@ def _may_be_below_two(formula: Formula) -> bool:
     return bool(formula.terms) and not (grows and formula.constant >= 0 and not formula.operator)
 
 
-def _first_late(symbols: Symbols) -> int:
-    late = (n for n, name in enumerate(symbols.names) if name.endswith(f"`{LATE}`"))
-    return next(late, len(symbols.names))
-
-
 def _lines(symbols: Symbols, reference: Reference) -> list[str]:
     """The line of the step that makes each size that is known late."""
-    first, found = _first_late(symbols), dict[int, str]()
-    guards = [g for g in reference.program.value_guards if g.what == A_SIZE]
-    places = symbols.places[len(symbols.places) - len(guards) :]
-    for guard, (_, symbol, _) in zip(guards, places, strict=True):
+    first, found = first_late(symbols), dict[int, str]()
+    guards = late_guards(reference.program)
+    for guard, (_, symbol, _) in zip(guards, late_places(symbols, len(guards)), strict=True):
         found.setdefault(symbol, guard.where)
     return [found[n] for n in range(first, len(symbols.names))]
 

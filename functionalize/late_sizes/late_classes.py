@@ -113,7 +113,7 @@ class LateClasses:
 
     def of(self, key: Any) -> LateKind | None:
         """The kind of a call; None: none with computed sizes was recorded."""
-        return self._kinds.get(open_key(key))
+        return self._kinds.get(open_key(key)) if self._kinds else None
 
     def learn(
         self,
@@ -126,10 +126,9 @@ class LateClasses:
 
         Raises `UncapturableError` if recordings of this kind are no one program.
         """
-        kind = self._kinds.get(open_key(key))
+        kind = self.of(key)
         if kind is None:
-            kind = LateKind(self._every, gap=self._every)
-            self._kinds[open_key(key)] = kind
+            kind = self._kinds[open_key(key)] = LateKind(self._every, gap=self._every)
             if len(self._kinds) > _MOST_KINDS:
                 for each in self._kinds.pop(next(iter(self._kinds))).classes:
                     each.templates = each.instances = None  # its programs are dropped

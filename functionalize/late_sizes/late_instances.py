@@ -13,30 +13,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from functionalize.ir.guards import ValueGuard
 from functionalize.late_sizes.admission import Admission, LateSizeGuard, Rules
 from functionalize.late_sizes.late_code import LateCode
-from functionalize.lengths.instances import Instance, Instances, VaryingPart, varying_formulas
+from functionalize.late_sizes.late_guards import late_guards
+from functionalize.lengths.instances import (
+    Instance,
+    Instances,
+    VaryingPart,
+    varying_formulas,
+    varying_parts,
+)
 from functionalize.program.early_guard import A_SIZE
 from functionalize.program.program import Program
 from functionalize.run.boxed import BoxedTemplate
 from functionalize.run.windows import NO_WINDOWS
 from functionalize.templates.fitting import Sizes, evaluator
 from functionalize.templates.leaves import PARTS, ReplacedParts
-from functionalize.templates.makers import maker
 from functionalize.templates.template import Mismatch, SymbolicInt, Template
 
 
 class LateInstance(Instance):
-    """A program that learns some of its sizes while it runs. rules: of its class. owner: what has made it."""
+    """A program that learns some of its sizes while it runs. owner: what has made it."""
 
-    rules: Any = None
-    owner: LateInstances | None = None
+    owner: LateInstances
+
+    @property
+    def group(self) -> Any:
+        """The `LateClass` that it is a program of."""
+        return self.owner.rules
 
     @property
     def is_current(self) -> bool:
         """Whether its class has the same template still."""
-        return self.rules.instances is self.owner
+        return self.group.instances is self.owner
 
 
 class LateInstances(Instances):
@@ -54,7 +63,7 @@ class LateInstances(Instances):
         super().__init__(template, code, parts)
         early = [f for f in varying_formulas(template) if f not in late.names]
         self._numbers = evaluator(early, late.first)
-        self._boxed, self._late, self._rules = code, late, rules
+        self.rules, self._boxed, self._late = rules, code, late
         self._reference_sizes = reference_sizes
 
     @staticmethod
@@ -86,12 +95,11 @@ class LateInstances(Instances):
         """The program for arguments of these sizes."""
         first, count = self._late.first, len(self.template.symbols.names)
         numbers = self._numbers(*sizes)
-        admission = Admission(self._late.ops, self._rules, sizes, count)
+        admission = Admission(self._late.ops, self.rules, sizes, count)
         run = self._boxed.at([*numbers, *sizes, admission], None)  # ranges are of code for one size
         whole = (*sizes, *self._reference_sizes[first:])
         made: Any = self.filled(LateInstance, whole, numbers, run)
-        made.rules, made.owner = self._rules, self
-        counts = [g.slot for g in self.reference.value_guards if g.what == A_SIZE]
+        made.owner, counts = self, [guard.slot for guard in late_guards(self.reference)]
         made.value_guards = tuple(
             [
                 LateSizeGuard(g.slot, g.where, admission, g.slot == counts[-1])
@@ -117,18 +125,14 @@ class _Early:
 
 def _parts(reference: Program, with_symbols: Mapping[str, Any]) -> list[VaryingPart] | Mismatch:
     """The parts beside the graph in which an integer varies that is known before it runs."""
-    found = []
-    for name, what in PARTS.items():
-        pairs = zip(with_symbols[name], getattr(reference, name), strict=True)
-        for index, (new, was) in enumerate(pairs):
-            if isinstance(was, ValueGuard) and was.what == A_SIZE:
-                continue
-            make = maker(new, was)
-            if make is None:
-                continue
-            try:
-                make(_Early())  # type: ignore[arg-type]
-            except LookupError:
-                return Mismatch(0, f"{what} {index}", "it depends on the size of a result")
-            found.append(VaryingPart(name, index, make))
+    found, late = [], set(map(id, late_guards(reference)))
+    for part in varying_parts(reference, with_symbols):
+        if id(getattr(reference, part.name)[part.index]) in late:
+            continue
+        try:
+            part.make(_Early())  # type: ignore[arg-type]
+        except LookupError:
+            what = f"{PARTS[part.name]} {part.index}"
+            return Mismatch(0, what, "it depends on the size of a result")
+        found.append(part)
     return found

@@ -1,7 +1,7 @@
 """A recorded run in which Python is observed, and whose computed sizes become known one after the other.
 
     observer = LateObserver(whole, symbols, (37,), (True,))       37: the size of the arguments
-    recorder.checks.counted = observer.counted
+    recorder.checks.sizes.counted = observer.counted
     with observer: ...
 
 Invariant: a size that has a value of its own among those known at this moment is live, others that Python asks for lose
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from functionalize.late_sizes.late_guards import late_places
 from functionalize.lengths.observed_sizes import ObservedSizes
 from functionalize.lengths.signature_template import SignatureTemplate
 from functionalize.templates.fitting import Sizes
@@ -27,8 +28,7 @@ class LateObserver(ObservedSizes):
         super().__init__(whole.known_at(sizes))
         self._whole, self._sizes = whole, [*sizes]
         self._counts = iter(is_late)
-        late = sum(is_late)
-        self._places = iter(symbols.places[len(symbols.places) - late :])
+        self._places = iter(late_places(symbols, sum(is_late)))
 
     def counted(self, count: int) -> None:
         """An op is about to make a result of this size."""

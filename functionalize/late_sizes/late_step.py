@@ -3,9 +3,9 @@
     step = LateStep(train_step, options)      as `CapturedStep`; calls without such sizes are handled by that
 
 A recording with such sizes has no program of its own: none would fit the next call. It is one of those that determine
-the program of its class (`late_class.py`), which is then replayed whatever the step computes, and once in a while
-recorded again and compared. A replay that meets a size that was not compared changes nothing: the call is recorded, or
-runs eagerly where recordings have not been returned by replays.
+the program of its class (`late_class.py`), which is then replayed for any sizes that the step computes, and once in a
+while recorded again and compared. A replay that meets a size that was not compared changes nothing: the call is
+recorded, or runs eagerly where recordings have not been returned by replays.
 Invariant: ranks that vote record together, or run eagerly together: which, the votes say.
 """
 
@@ -21,14 +21,13 @@ import torch
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize.audit.signature import Signature
 from functionalize.errors import GuardError, SaveError
-from functionalize.ir.guards import ValueGuard
 from functionalize.ir.inputs import Call
 from functionalize.late_sizes.late_class import LateClass
 from functionalize.late_sizes.late_classes import LateClasses, Turn
+from functionalize.late_sizes.late_guards import late_guards
 from functionalize.late_sizes.late_instances import LateInstance
 from functionalize.late_sizes.late_observer import LateObserver
 from functionalize.lengths.references import Reference
-from functionalize.program.early_guard import A_SIZE
 from functionalize.program.executable import Vote
 from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
@@ -110,7 +109,7 @@ class LateStep(CapturedStep):
         return super()._capture(call)
 
     def _before_passes(self, recorded: Program, call: Invocation) -> tuple[int, bool]:
-        return (0, True) if _late_guards(recorded) else super()._before_passes(recorded, call)
+        return (0, True) if late_guards(recorded) else super()._before_passes(recorded, call)
 
     def _signature(self, recording: StepRecording, key: Hashable) -> Callable[[], Signature] | None:
         if recording.recorder.checks.sizes.has_counts:
@@ -120,7 +119,7 @@ class LateStep(CapturedStep):
     def _build(self, recording: StepRecording, call: Invocation) -> Built:
         built = super()._build(recording, call)
         cached = built.cached
-        guards = _late_guards(cached.program)
+        guards = late_guards(cached.program)
         if not guards:
             return built
         key: Any = self._key_with_sizes(call.key, cached.program)
@@ -214,20 +213,19 @@ class LateStep(CapturedStep):
     def _replay(self, cached: CachedProgram, call: Call) -> Any:
         program, kind = cached.program, self._late.of(self._cache.key_of(cached))
         self._records_missed = kind is None or kind.may_record
-        late = kind if isinstance(program, LateInstance) else None
+        group: LateClass | None = program.group if isinstance(program, LateInstance) else None
         try:
             result = super()._replay(cached, call)
         except GuardError:
-            if late is not None:
-                late.replayed(_group_of(program), fits=False)
+            if kind is not None and group is not None:
+                kind.replayed(group, fits=False)
             if self._after is not None:
                 self._is_left_eager = self._after.worst is Level.RARE
             else:
                 self._is_left_eager = not self._records_missed
             raise
-        if late is not None:
-            group = _group_of(program)
-            late.replayed(group, fits=True)
+        if kind is not None and group is not None:
+            kind.replayed(group, fits=True)
             if group.replays >= _BEFORE_PASSES and group.passed is None and self._options.rewrites:
                 self._pass(group)
         return result
@@ -255,14 +253,3 @@ class LateStep(CapturedStep):
     def _sizes_text(self) -> str:
         lines = [super()._sizes_text, *(each.text for each in self._late)]
         return "\n".join(lines)
-
-
-def _group_of(program: Program) -> LateClass:
-    assert isinstance(program, LateInstance)
-    group: LateClass = program.rules
-    return group
-
-
-def _late_guards(program: Program) -> list[ValueGuard]:
-    """The guards on sizes of results that are known only while the graph runs."""
-    return [guard for guard in program.value_guards if guard.what == A_SIZE]

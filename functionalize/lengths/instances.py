@@ -10,8 +10,9 @@ and all inputs, guards, outputs and actions in which no integer varies.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import fx
@@ -146,10 +147,14 @@ class Instances:
         self.template, self._code, self._parts = template, code, parts
         reference = template.reference
         self.reference = reference
-        self._evaluate = evaluator(varying_formulas(template), len(template.symbols.names))
         self._random = any(is_random(node) for node in reference.graph.nodes)
         self._count = reference.nodes()
         self._shared = SharedInputs()
+
+    @cached_property
+    def _evaluate(self) -> Callable[..., tuple[int, ...]]:
+        """From the sizes to the integers that vary."""
+        return evaluator(varying_formulas(self.template), len(self.template.symbols.names))
 
     @staticmethod
     def of(
@@ -163,7 +168,7 @@ class Instances:
         integers = [SymbolicInt(v, names[f], numbers[f]) if f.terms else v for f, v in pairs]
         try:
             found = ReplacedParts.of(template.reference, iter(integers))
-            parts = list(_parts(template.reference, found.parts))
+            parts = list(varying_parts(template.reference, found.parts))
             views = _windows(programs, sizes, template.reference.graph, names)
             code = BoxedTemplate.of(template.reference, found.arguments, [*names.values()], views)
         except TypeError:  # a size in an object of which no code can be made
@@ -233,7 +238,9 @@ def varying_formulas(template: Template) -> list[Formula]:
     return list(dict.fromkeys(f for f in template.formulas if f.terms))
 
 
-def _parts(reference: Program, with_symbols: Mapping[str, Sequence[Any]]) -> Iterator[VaryingPart]:
+def varying_parts(
+    reference: Program, with_symbols: Mapping[str, Sequence[Any]]
+) -> Iterator[VaryingPart]:
     """The parts of a program beside its graph in which an integer varies. with_symbols: the parts, by name."""
     for name in PARTS:
         pairs = zip(with_symbols[name], getattr(reference, name), strict=True)
