@@ -12,12 +12,10 @@ Invariant: a step is never replayed if FSDP2 has state that the contract does no
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from types import FrameType
 
 import torch
@@ -28,8 +26,8 @@ from functionalize.errors import UntestedTorchWarning
 from functionalize.fsdp.contract import unknown_attributes, unknown_attributes_of
 from functionalize.fsdp.objects import fsdp_contexts, fsdp_groups, fsdp_params, fsdp_states
 from functionalize.util.torch_release import minor_of, release_of
+from functionalize.util.user_stack import is_own
 
-_OWN = str(Path(__file__).resolve().parents[1]) + os.sep
 TESTED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 
@@ -57,7 +55,7 @@ def _frames_of_ours() -> int:
     """The number of frames of this library below the user's code, from the caller on."""
     frame: FrameType | None = sys._getframe(1)
     count = 0
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
+    while frame is not None and is_own(frame.f_code.co_filename):
         count, frame = count + 1, frame.f_back
     return count
 

@@ -144,7 +144,7 @@ class Proof:
 
     def wants_run(self, sizes: Sizes) -> bool:
         """Whether the first call of these sizes is observed: none was, or Python learns otherwise there."""
-        if self.is_hopeless or self._tried == _MOST_RUNS:
+        if not self.wants_observer:
             return False
         return not self._known or _first_of(self._known, sizes) is not None
 
@@ -154,7 +154,7 @@ class Proof:
 
     @property
     def wants_observer(self) -> bool:
-        """Whether a run of unknown sizes is observed: too few were, or too few have learned the same."""
+        """Whether another run may be observed."""
         return not self.is_hopeless and self._tried < _MOST_RUNS
 
     @property

@@ -53,7 +53,7 @@ from functionalize.ir.scalars import (
     is_known_before_run,
 )
 from functionalize.ir.waits import sink_waits
-from functionalize.program.early_guard import A_SIZE, EarlyGuard, is_early
+from functionalize.program.early_guard import EarlyGuard, is_early
 from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
 from functionalize.scalars.live_scalars import expression_of
@@ -217,7 +217,8 @@ class Builder:
                     self._value_guards.append(NanGuard(self.slot(node), scalar.value, where, *nan))
                     continue
                 early = id(record) in self.early
-                self._guard_value(node, scalar.value, where, self._what(record), early)
+                what = self.recorder.checks.sizes.what(record)
+                self._guard_value(node, scalar.value, where, what, early)
 
     def _note_gradient(self, record: OpRecord) -> None:
         """Put the number of a leaf on the node of its gradient, which autograd has just accumulated."""
@@ -243,25 +244,24 @@ class Builder:
             self._number_guards.append(NumberGuard(expression, fact.value, where))
             return
         node = self.emit.number(expression)
-        text, is_computed = f"`{expression_text(expression)}`", isinstance(expression, Applied)
-        what = text if is_computed else self._what(expression.record)
+        what = f"`{expression_text(expression)}`"
+        if not isinstance(expression, Applied):
+            what = self.recorder.checks.sizes.what(expression.record)
         self._guard_value(node, fact.value, where, what, is_early(expression, self.early))
-
-    def _what(self, record: Any) -> str:
-        return A_SIZE if self.recorder.checks.sizes.is_count(record) else "a tensor's value"
 
     def _guard_value(self, node: fx.Node, value: Any, where: str, what: str, early: bool) -> None:
         if early:
-            return self._early.append((node, value, where, what))
-        self._value_guards.append(ValueGuard(self.slot(node), value, where, what))
+            self._early.append((node, value, where, what))
+        else:
+            self._value_guards.append(ValueGuard(self.slot(node), value, where, what))
 
     def early_guards(self, runner: Callable[..., Any]) -> list[Guard]:
         """Guards on facts that depend on arguments alone.
 
         To be called before `program`, whose dead-code elimination removes their nodes.
         """
-        parts = self.recorder.checks.sizes.records, self.inputs, self.constants, runner
-        return EarlyGuard.several(self._early, *parts)
+        sizing = self.recorder.checks.sizes.records
+        return EarlyGuard.several(self._early, sizing, self.inputs, self.constants, runner)
 
     # -- outputs -------------------------------------------------------------------------------
 

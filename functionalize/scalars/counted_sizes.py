@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from functionalize.ir.ops import MASKS, OpRecord
+from functionalize.program.early_guard import A_SIZE
 
 aten = torch.ops.aten
 
@@ -95,7 +96,7 @@ class CountedSizes:
         self._of_ops: set[int] = set()
 
     def add(self, record: OpRecord, text: str, of_op: int | None = None) -> None:
-        """A record has read a size. text: what depends on it. of_op: the size of an op's result; None: of Python's."""
+        """A record has read a size. text: what depends on it. of_op: the size of an op's result; None: of no one op."""
         self._found.append((record, text))
         if of_op is not None:
             self._of_ops.add(id(record))
@@ -105,6 +106,10 @@ class CountedSizes:
     def is_count(self, record: OpRecord) -> bool:
         """Whether a record has read the size of an op's result."""
         return id(record) in self._of_ops
+
+    def what(self, record: OpRecord) -> str:
+        """What a record has read, for the guard on it."""
+        return A_SIZE if self.is_count(record) else "a tensor's value"
 
     @property
     def has_counts(self) -> bool:

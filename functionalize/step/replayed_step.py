@@ -83,8 +83,8 @@ class ReplayedStep:
         self._is_left_eager = self._votes_again = False
 
     def __repr__(self) -> str:
-        programs, replays = counted(len(self._cache), "program"), self.stats.replays
-        return f"<captured {self._name}: {programs}, {counted(replays, 'replay')}>"
+        counts = counted(len(self._cache), "program"), counted(self.stats.replays, "replay")
+        return f"<captured {self._name}: {', '.join(counts)}>"
 
     @property
     def asks_nobody(self) -> bool:
@@ -92,8 +92,8 @@ class ReplayedStep:
         return self._vote is None and not self._refused
 
     def _empty_cache(self) -> ProgramCache:
-        options, evicted = self._options, lambda key: self._kinds.evicted(key)
-        return ProgramCache(self._name, options.max_programs, options.max_program_bytes, evicted)
+        most, nbytes = self._options.max_programs, self._options.max_program_bytes
+        return ProgramCache(self._name, most, nbytes, lambda key: self._kinds.evicted(key))
 
     def _key(self, leaves: Sequence[Any], spec: Any) -> Hashable:
         """The key of a call in the cache."""
@@ -366,8 +366,8 @@ class ReplayedStep:
 
     def _agree_on_audit(self, message: str | None, cached: CachedProgram) -> None:
         """Drop a program on all ranks if one of them differs from eager. message: how this one differs."""
-        level = Level.NOT_YET if self.stats.audit_failures < _MOST_FAILURES else Level.REFUSED
-        level = level if message is not None else Level.KEPT
+        failed = Level.NOT_YET if self.stats.audit_failures < _MOST_FAILURES else Level.REFUSED
+        level = Level.KEPT if message is None else failed
         worst = self._vote.worst(level) if self._vote is not None else level
         if worst is not Level.KEPT:
             self._cache.drop(cached)  # all ranks record again

@@ -45,13 +45,18 @@ class Symbols:
 
     def sizes_of(self, shapes: Shapes) -> Sizes | str:
         """The value of each symbol in a call; text: in what the call is of another kind."""
-        return self.first_of(shapes, len(self.names))
+        return self._values(self.places, _flat(shapes), len(self.names))
 
     def first_of(self, shapes: Shapes, count: int) -> Sizes | str:
         """The same of the first symbols alone. shapes: of the first tensors, which have these."""
-        found: dict[int, int] = {}
         sizes = _flat(shapes)
-        for (label, symbol, constant), size in zip(self.places[: len(sizes)], sizes, strict=True):
+        return self._values(self.places[: len(sizes)], sizes, count)
+
+    def _values(
+        self, places: Sequence[tuple[str, int, int]], sizes: Sequence[int], count: int
+    ) -> Sizes | str:
+        found: dict[int, int] = {}
+        for (label, symbol, constant), size in zip(places, sizes, strict=True):
             if symbol < 0 and size != constant:
                 return f"{label} is {size}, was always {constant}"
             if symbol >= 0 and found.setdefault(symbol, size) != size:
