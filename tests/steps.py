@@ -11,7 +11,9 @@ Steps on ranks, with inputs and targets, are in `tests/fsdp/steps.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -52,3 +54,18 @@ def make_loss_step(loss_of: Callable[[Tensor], Tensor], optimizer: Optimizer) ->
         return loss.detach()
 
     return step
+
+
+def tripled_in_backward(is_long: Callable[[Tensor], bool]) -> type[torch.autograd.Function]:
+    """A function that doubles; its backward decides by the gradient's size whether it doubles or triples."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return grads[0] * 3 if is_long(grads[0]) else grads[0] * 2
+
+    return Doubled

@@ -21,6 +21,7 @@ from typing import Any
 from functionalize.errors import UncapturableError
 from functionalize.late_sizes.late_class import LateClass
 from functionalize.late_sizes.late_observer import LateObserver
+from functionalize.lengths.proofs import THINNEST
 from functionalize.lengths.references import Reference
 from functionalize.templates.call_keys import open_key
 from functionalize.templates.template import first_difference
@@ -31,7 +32,6 @@ _MOST = 14  # recordings of a kind before replays have returned their time
 _REPLAYS = 64  # a recording takes as long as so many replays return
 _WINDOW, _MOST_MISSES = 32, 8  # a replay returns a third of what one that misses costs
 _FIRST_REST = 128  # calls that run eagerly before replays are tried again
-_THINNEST = 8  # as in `lengths/proofs.py`
 
 
 class Turn(enum.Enum):
@@ -85,7 +85,7 @@ class LateKind:
         self.new += 1
         if self.new < self.gap:
             return Turn.REPLAY
-        self.gap = min(2 * self.gap, _THINNEST * self.every)
+        self.gap = min(2 * self.gap, THINNEST * self.every)
         return Turn.RECORD
 
     def replayed(self, group: LateClass, fits: bool) -> None:

@@ -35,6 +35,7 @@ from functionalize.step.cache import CachedProgram
 from functionalize.step.captured_step import CapturedStep
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Built
+from functionalize.step.predicted_step import REPLAYS_BEFORE_PASSES
 from functionalize.step.recording import StepRecording
 from functionalize.step.stages import Invocation
 from functionalize.step.vote import RARE, Level, RankVote
@@ -44,7 +45,6 @@ from functionalize.templates.fitting import Sizes
 log = logging.getLogger("functionalize")
 _DUE = "calls whose sizes the step computes are recorded until they are one program, and one in so many later"
 _EVERY = 32  # calls between recordings, at first: each compares other sizes
-_BEFORE_PASSES = 256  # replays, as in `step/predicted_step.py`
 
 
 class _AfterGraph:
@@ -226,7 +226,11 @@ class LateStep(CapturedStep):
             raise
         if kind is not None and group is not None:
             kind.replayed(group, fits=True)
-            if group.replays >= _BEFORE_PASSES and group.passed is None and self._options.rewrites:
+            if (
+                group.replays >= REPLAYS_BEFORE_PASSES
+                and group.passed is None
+                and self._options.rewrites
+            ):
                 self._pass(group)
         return result
 

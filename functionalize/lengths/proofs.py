@@ -17,7 +17,7 @@ if each of them does the same there:
 
 And every n-th new size is compared whatever is known, on this rank or on another that runs the same ops: a choice of
 torch by none of these rules is found so. n is `every`, and doubles with each such comparison that finds no difference,
-up to `_THINNEST` times `every`. What a size between two of these comparisons is replayed by does not change with n: the
+up to `THINNEST` times `every`. What a size between two of these comparisons is replayed by does not change with n: the
 facts, ranges, remainders and equalities.
 Invariant: a class in which a first call was not as predicted, and none of these rules says why, has no proof any more:
 all its first calls are compared.
@@ -41,7 +41,7 @@ _HARDLY = 16  # by at most this part of their range
 _NEAR_CALLS = 4  # replays of so many return the time of a comparison
 _RUNS = 2  # observed runs with the same facts
 _MOST_RUNS = 8
-_THINNEST = 8  # times `every`
+THINNEST = 8  # times `every`
 _ALIGNED = 16  # elements; kernels of other devices pad what is not
 
 
@@ -226,7 +226,7 @@ class Proof:
 
     def was_due(self) -> None:
         """A size was compared because one in so many is, on this rank or on another: the next one is so later."""
-        self.new, self.gap = 0, min(2 * self.gap, _THINNEST * self.every)
+        self.new, self.gap = 0, min(2 * self.gap, THINNEST * self.every)
 
     def torch_may_differ(
         self, sizes: Sizes, others: Sequence[Sizes], known: Sequence[KnownPath]

@@ -53,7 +53,7 @@ _FIRST_COMPARISONS, _REPLAYS = 8, 16
 _EQUAL_CALLS = 8
 # The passes of a class run twice, each time as long as some 20 eager steps (`cache.py`), and return little time: after
 # as many replays that is less than a sixth of the run. Eager calls in between need the memory of these programs.
-_REPLAYS_BEFORE_PASSES = 256
+REPLAYS_BEFORE_PASSES = 256
 _REPLAYS_ALONE = 64  # of one size at which the passes of its class do not hold, with the same sum
 
 
@@ -257,7 +257,7 @@ class PredictedStep(ReplayedStep):
                 CALLS_BEFORE_FIRST_PASSES if is_large else CALLS_BEFORE_PASSES
             )
         group.replays += 1
-        return bool(group.passed) or group.replays >= _REPLAYS_BEFORE_PASSES
+        return bool(group.passed) or group.replays >= REPLAYS_BEFORE_PASSES
 
     def _waits(self, cached: CachedProgram) -> bool:
         group = cached.group

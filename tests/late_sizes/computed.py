@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import functionalize as fz
 from tests.fsdp.twins import bits
 from tests.step.twins import same_state
-from tests.steps import make_loss_step
+from tests.steps import make_loss_step, tripled_in_backward
 
 Body = Callable[[Any, Tensor], Tensor]
 WIDTH = 8
@@ -157,16 +157,7 @@ BODIES: Sequence[Body] = (
 )
 
 
-class Doubled(torch.autograd.Function):
-    """Decides in its backward by the size."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * 2 if grads[0].shape[0] < 20 else grads[0] * 3
+Doubled = tripled_in_backward(lambda grad: grad.shape[0] >= 20)
 
 
 def kept_of(model: Any, x: Tensor) -> Tensor:

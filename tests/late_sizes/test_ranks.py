@@ -124,6 +124,7 @@ def test_sizes_of_each_rank(kind: str, lengths: Sequence[int]) -> None:
         assert found == []
         assert stats.mispredictions == stats.audit_failures == 0
         assert stats.replays >= 15, text
+        assert f"step: {len(lengths)} program" in text  # on a rank that computes no size, too
 
 
 def test_a_collective_that_sends_a_computed_size_is_not_replayed() -> None:
@@ -141,5 +142,5 @@ def test_ranks_whose_passes_run_after_a_few_replays() -> None:
 
 
 def trained_after_passes() -> Any:
-    with mock.patch.object(late_step, "_BEFORE_PASSES", 8):
+    with mock.patch.object(late_step, "REPLAYS_BEFORE_PASSES", 8):
         return trained("mixtures", 44, (96,), "default")

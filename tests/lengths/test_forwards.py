@@ -17,6 +17,7 @@ from tests.fsdp.twins import differences, state_of
 from tests.lengths.sized_calls import linear, plain_loss
 from tests.ranks import run_on_ranks
 from tests.step.twins import same_state
+from tests.steps import tripled_in_backward
 
 Forward = Callable[[nn.Module, Tensor], Any]
 LEARNED = (8, 12, 20, 33, 64)
@@ -81,14 +82,7 @@ def branches(model: nn.Module, x: Tensor) -> Tensor:
     return out.square().mean() if x.shape[1] != ODD else out.abs().mean()
 
 
-class Branches(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * 2 if grads[0].size(1) != ODD else grads[0] * 3
+Branches = tripled_in_backward(lambda grad: grad.size(1) == ODD)
 
 
 def branches_in_backward(model: nn.Module, x: Tensor) -> Tensor:

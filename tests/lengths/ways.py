@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
+from tests.steps import tripled_in_backward
 
 LEARNED = (8, 12, 20, 33, 64)  # several times, so that the class is known
 NEVER = 1000  # new sizes between comparisons
@@ -30,14 +31,7 @@ class Branching(nn.Module):
         return x.sin() if x.size(0) <= 30 else x.cos()
 
 
-class BranchesInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * 2 if len(grads[0]) <= 30 else grads[0] * 3
+BranchesInBackward = tripled_in_backward(lambda grad: len(grad) > 30)
 
 
 def with_a_hook(x: Tensor) -> Tensor:
