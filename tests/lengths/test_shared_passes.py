@@ -35,7 +35,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fz.Program]]:
         return original(program, pipeline)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(passes, "run", run)
-    monkeypatch.setattr(predicted_step, "_REPLAYS_BEFORE_PASSES", 4)
+    monkeypatch.setattr(predicted_step, "REPLAYS_BEFORE_PASSES", 4)
     yield found
 
 
