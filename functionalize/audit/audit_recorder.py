@@ -102,11 +102,12 @@ class AuditRecorder(WatchedRecorder):
         return self.comparison
 
     def start(self) -> None:
-        if self._watches:
-            super().start()
-        else:
-            Recorder.start(self)
+        super().start()
         self.storages.holds_externals = False
+
+    def _watch(self) -> None:
+        if self._watches:
+            super()._watch()
 
     # -- ops -----------------------------------------------------------------------------------
 

@@ -173,12 +173,12 @@ class LateClass:
         inputs = self.references[-1].program.inputs
         on_cpu = all(spec.device.type == "cpu" for spec in inputs)
         formulas = templates.formulas
-        self.proof = Proof.of(self.every, formulas, whole.lengths(), on_cpu)
+        self.proof = Proof.of(self.every, formulas, whole.lengths, on_cpu)
         own = [f for f in formulas if not f.symbols or max(f.symbols) < self.first]
-        lengths = [f for f in whole.lengths() if not f.symbols or max(f.symbols) < self.first]
+        lengths = [f for f in whole.lengths if not f.symbols or max(f.symbols) < self.first]
         self.arguments = Proof.of(self.every, own, lengths, on_cpu)
         self._related = WindowRelations(whole)
-        self._lengths = [f for f in whole.lengths() if _may_be_below_two(f)]
+        self._lengths = [f for f in whole.lengths if _may_be_below_two(f)]
         self._lines, self._ranges = _lines(symbols, self.references[0]), {}
         for sizes in templates.sizes:
             self._compared(sizes)

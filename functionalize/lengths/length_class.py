@@ -212,7 +212,7 @@ class LengthClass:
             return templates
         sizes, signatures = templates.sizes, templates.whole
         on_cpu = all(spec.device.type == "cpu" for spec in templates.programs[0].reference.inputs)
-        proof = Proof.of(self.every, templates.formulas, signatures.lengths(), on_cpu)
+        proof = Proof.of(self.every, templates.formulas, signatures.lengths, on_cpu)
         proof.compared += sizes
         self.takes(templates.programs, signatures, proof)
         programs = zip(*(each.programs for each in self.references), strict=True)
@@ -330,7 +330,7 @@ class LengthClass:
             return False
         if self.is_early:
             return False
-        values = {each: each.value(sizes) for each in self.signatures.lengths()}
+        values = {each: each.value(sizes) for each in self.signatures.lengths}
         return len({*values.values()}) == len(values) and not varying_below_two(values)
 
     def passed_at(self, sizes: Sizes) -> list[Program] | None:

@@ -42,7 +42,7 @@ from functionalize._compat.dispatch import current_modes, has_torch_function_of_
 from functionalize.ir.scalars import ScalarInput, is_expression
 from functionalize.lengths.size_facts import Size, SizeFacts
 from functionalize.scalars.escaped_numbers import replace_escaped, settle_escaped
-from functionalize.scalars.live_scalars import as_live, is_live, plain
+from functionalize.scalars.live_scalars import SYMBOLIC, as_live, is_live, plain
 from functionalize.scalars.live_text import learn_texts
 from functionalize.scalars.scalar_log import Number, ScalarLog
 from functionalize.templates.fitting import Formula
@@ -175,8 +175,9 @@ class ObservedSizes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._inside += 1
         try:
-            if not kwargs and _NEVER_LIVE.issuperset(map(type, args)):  # most calls
-                return func(*args)
+            values = (*args, *kwargs.values()) if kwargs else args
+            if not any(map(_may_hold_live, map(type, values))):  # most calls
+                return func(*args, **kwargs) if kwargs else func(*args)
             return func(
                 *[self._plain(a) for a in args],
                 **{k: self._plain(a) for k, a in (kwargs or {}).items()},
@@ -205,6 +206,8 @@ class ObservedSizes(TorchFunctionMode):
             return self._used(value) if value.node.log is self.log else value
         kind = type(value)
         if kind is list or kind is tuple or kind is torch.Size:
+            if not any(map(_may_hold_live, map(type, value))):
+                return value
             found = [self._plain(each) for each in value]
             return kind(found) if any(map(_is_other, found, value)) else value
         if kind is dict:
@@ -222,7 +225,10 @@ class ObservedSizes(TorchFunctionMode):
         return number.hint
 
 
-_NEVER_LIVE = frozenset({Tensor, Parameter, bool, int, float, str, type(None), torch.dtype})
+@lru_cache(maxsize=4096)
+def _may_hold_live(kind: type) -> bool:
+    """Whether an argument of this type may be a live size, or a container in which `_plain` looks for one."""
+    return kind in SYMBOLIC or kind in (list, tuple, dict, slice, torch.Size)
 
 
 class _Again(TorchFunctionMode):

@@ -169,9 +169,12 @@ class Proof:
 
     def knows_python(self, sizes: Sizes, why: str | None) -> bool:
         """Whether only torch may do otherwise at these sizes, which are compared. why: they are."""
-        if self.is_hopeless or why == self.due or not self._known:
-            return False
-        return _first_of(self._known, sizes) is None
+        return why != self.due and self.takes_known_path(sizes)
+
+    def takes_known_path(self, sizes: Sizes) -> bool:
+        """Whether Python takes a way that was observed, and which C functions it calls there was seen."""
+        known = self._known
+        return not self.is_hopeless and bool(known) and _first_of(known, sizes) is None
 
     def observed(self, sizes: Sizes, found: SizeFacts | str) -> None:
         """Add what an observed run has learned, that was as predicted; text: why it is not known."""

@@ -256,6 +256,7 @@ class SignatureTemplate:
         whole = repr((machine, rows, [texts[number] for number in self.columns]))
         return hashlib.sha256(whole.encode()).hexdigest()
 
+    @cached_property
     def lengths(self) -> frozenset[Formula]:
         """The functions that are sizes of tensors."""
         pairs = [each for each in self.functions if not isinstance(each, Formula)]
@@ -264,7 +265,7 @@ class SignatureTemplate:
     def known_at(self, sizes: Sizes) -> KnownSizes:
         """The sizes of tensors in a call; of its first symbols alone, those that are functions of these."""
         found: dict[int, list[Formula]] = {}
-        for each in self.lengths():
+        for each in self.lengths:
             if each.symbols and max(each.symbols) >= len(sizes):
                 continue
             found.setdefault(each.value(sizes), []).append(each)

@@ -9,7 +9,7 @@ Invariant: Python's profile function is off while an op is handled, and afterwar
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Self
 
 from functionalize.recorder.effects import CallWatch
 from functionalize.recorder.patches import recorded_checks
@@ -25,13 +25,19 @@ class WatchedRecorder(Recorder):
         self._calls = CallWatch(recorded_checks, type(self))
         self.tape.stacks.handlers = 2
 
-    def start(self) -> None:
-        super().start()
-        self._calls.start()
+    def __enter__(self) -> Self:
+        super().__enter__()
+        if self._entered == 1:  # not before: the profile function would see each patch
+            self._watch()
+        return self
 
-    def stop(self) -> None:
-        self.checks.is_watched = self._calls.stop()
-        super().stop()
+    def __exit__(self, *exc: Any) -> None:
+        if self._entered == 1:
+            self.checks.is_watched = self._calls.stop()
+        super().__exit__(*exc)
+
+    def _watch(self) -> None:
+        self._calls.start()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         calls = self._calls

@@ -247,17 +247,17 @@ class PredictedStep(ReplayedStep):
 
     def _is_worth_passes(self, cached: CachedProgram) -> bool:
         group = cached.group
-        if group is None or not group.shares_passes(
-            group.sizes_of(shapes_of(self._cache.key_of(cached)))
-        ):
-            if group is not None and group.template is not None and group.apart is None:
-                return cached.replays >= _REPLAYS_ALONE
+        if group is None or group.template is None or group.apart is not None:
             is_large = cached.program.nodes() >= LARGE
-            return cached.replays >= (
-                CALLS_BEFORE_FIRST_PASSES if is_large else CALLS_BEFORE_PASSES
-            )
+            enough = CALLS_BEFORE_FIRST_PASSES if is_large else CALLS_BEFORE_PASSES
+            return cached.replays >= enough
         group.replays += 1
-        return bool(group.passed) or group.replays >= REPLAYS_BEFORE_PASSES
+        is_often = cached.replays >= _REPLAYS_ALONE
+        is_due = bool(group.passed) or group.replays >= REPLAYS_BEFORE_PASSES
+        if not (is_often or is_due):
+            return False
+        sizes = group.sizes_of(shapes_of(self._cache.key_of(cached)))
+        return is_due if group.shares_passes(sizes) else is_often
 
     def _waits(self, cached: CachedProgram) -> bool:
         group = cached.group
@@ -329,8 +329,8 @@ class PredictedStep(ReplayedStep):
         """The first call of a predicted program: it runs for real; if it is another one, the program is dropped."""
         signature, prediction = cached.signature, cached.prediction
         assert signature is not None and prediction is not None
-        proof = prediction.group.proof
-        is_known = proof is not None and proof.knows_python(prediction.sizes, prediction.why)
+        sizes, proof = prediction.sizes, prediction.group.proof
+        is_known = proof is not None and proof.knows_python(sizes, prediction.why)
         self._cache.drop(cached)
         self.stats.audits += 1
         try:
@@ -342,7 +342,7 @@ class PredictedStep(ReplayedStep):
             self._mispredicted(cached.prediction, call.key, why)
         else:
             audited.also = FirstCall(before, cached, signature).difference
-            audited.watches = not is_known
+            audited.watches = proof is None or not proof.takes_known_path(sizes)
             audited.observer = observer = prediction.observer()
             result = audited.run(self._fn, call.args, call.kwargs, call.spec)
             self._judge_first(audited.verdict, cached, call, observer)
