@@ -30,7 +30,6 @@ from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.ir.inputs import Call
 from functionalize.ir.ops import OpRecord, TensorRef
 from functionalize.recorder.op_kinds import kind_of
-from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import StorageInfo
 from functionalize.recorder.watched_recorder import WatchedRecorder
 from functionalize.state.drawing import GeneratorState
