@@ -77,14 +77,18 @@ class Prediction:
         was_known = self.group.proof is not None and (self.why is None or self.is_due)
         self.group.failed(difference, self.shapes, was_known)
 
-    def found_right(self, observer: ObservedSizes | None) -> None:
-        """The first call was as predicted. observer: of this call."""
+    def found_right(self, observer: ObservedSizes | None, was_watched: bool) -> bool:
+        """The first call was as predicted; whether its program may be replayed. observer: of this call.
+
+        was_watched: see `Proof.wants_watch`.
+        """
         proof = self.group.proof
         assert proof is not None
-        if observer is not None:
-            proof.observed(self.sizes, observer.facts())
+        if observer is not None and not proof.observed(self.sizes, observer.facts(), was_watched):
+            return False
         self.group.compared(self.shapes, self.why)
         del self.group.references[:-1]
+        return True
 
     def observer(self) -> ObservedSizes | None:
         """What observes the first call; None: nothing does."""
@@ -214,6 +218,7 @@ class LengthClass:
         on_cpu = all(spec.device.type == "cpu" for spec in templates.programs[0].reference.inputs)
         proof = Proof.of(self.every, templates.formulas, signatures.lengths, on_cpu)
         proof.compared += sizes
+        proof.watched += sizes
         self.takes(templates.programs, signatures, proof)
         programs = zip(*(each.programs for each in self.references), strict=True)
         self.instances = [Instances.of(t, sizes, next(programs)) for t in self.templates]

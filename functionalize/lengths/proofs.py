@@ -51,18 +51,26 @@ class KnownPath:
 
     uses: for each integer that torch got, its part in the facts, and the functions that gave it in these runs.
     same: functions that vary and had one value in all runs: Python may have given torch a constant there, which these
-    facts led to (`math.isqrt(n // 64)`).
+    facts led to (`math.isqrt(n // 64)`). is_watched: whether calls of C functions were seen in a call that took it.
     """
 
     facts: SizeFacts
     runs: list[Sizes] = field(default_factory=list)
     uses: list[tuple[int, Sequence[Formula]]] = field(default_factory=list)
     same: list[tuple[Formula, int]] = field(default_factory=list)
+    is_watched: bool = False
 
     @property
     def is_known(self) -> bool:
         """Whether sizes can be tested against it."""
-        return len(self.runs) >= _RUNS
+        return len(self.runs) >= _RUNS and self.is_watched
+
+    def is_taken(self, sizes: Sizes) -> bool:
+        """Whether a call of these sizes, which was recorded or as predicted, has taken it."""
+        try:
+            return self.facts.difference(self.facts.values(sizes)) is None
+        except ArithmeticError:
+            return False
 
     def add(self, sizes: Sizes, formulas: Iterable[Formula]) -> None:
         """Add a run. formulas: of all integers of the template."""
@@ -105,6 +113,8 @@ class Proof:
     compared: the sizes of calls that were recorded, or compared and as predicted. new: since the last comparison.
     elsewhere: sizes that other ranks have compared, which says what torch does (`audit/shared_sizes.py`).
     divided: the formulas that divide. near: calls of sizes hardly beyond the compared ones, since one was compared.
+    watched: the sizes of calls in which calls of C functions were seen: all recorded ones, and some compared ones.
+    is_unseen: whether a run that was not watched took a way that no watched call had taken.
     """
 
     every: int
@@ -118,6 +128,8 @@ class Proof:
     elsewhere: list[Sizes] = field(default_factory=list)
     divided: Sequence[Formula] = ()
     near: int = 0
+    watched: list[Sizes] = field(default_factory=list)
+    is_unseen: bool = False
     _paths: list[KnownPath] = field(default_factory=list)
     _tried: int = 0
 
@@ -172,22 +184,41 @@ class Proof:
         return why != self.due and self.takes_known_path(sizes)
 
     def takes_known_path(self, sizes: Sizes) -> bool:
-        """Whether Python takes a way that was observed, and which C functions it calls there was seen."""
+        """Whether Python takes a way at these sizes that was observed twice."""
         known = self._known
         return not self.is_hopeless and bool(known) and _first_of(known, sizes) is None
 
-    def observed(self, sizes: Sizes, found: SizeFacts | str) -> None:
-        """Add what an observed run has learned, that was as predicted; text: why it is not known."""
+    def wants_watch(self, sizes: Sizes) -> bool:
+        """Whether to see which C functions Python calls at these sizes: no call is known that took its way there.
+
+        The first observed runs are not watched, as recordings take the same way in most steps.
+        """
+        if self.is_hopeless or self._known:
+            return not self.takes_known_path(sizes)
+        return self.is_unseen
+
+    def observed(self, sizes: Sizes, found: SizeFacts | str, was_watched: bool = True) -> bool:
+        """Add what an observed run has learned, that was as predicted; text: why it is not known.
+
+        Returns whether calls of C functions were seen in it, or in another call that took its way: else they may do
+        what no replay does, and the run proves nothing about its sizes.
+        """
         self._tried += 1
+        if was_watched and sizes not in self.watched:
+            self.watched.append(sizes)
+        is_seen = was_watched
         if isinstance(found, SizeFacts):
             path = next((each for each in self._paths if each.facts == found), None)
             if path is None:
                 path = KnownPath(found)
                 self._paths.append(path)
             path.add(sizes, self.formulas)
+            path.is_watched = is_seen = any(map(path.is_taken, self.watched))
             found = "no two runs learned the same"
+        self.is_unseen |= not is_seen
         if self._tried == _MOST_RUNS and not self._known:
             self.lost = found
+        return is_seen
 
     def why_compared(self, sizes: Sizes, others: Sequence[Sizes] = ()) -> str | None:
         """Why the first call of these sizes runs for real; None: it is replayed.

@@ -26,7 +26,6 @@ from functionalize.audit.verdict import AuditVerdict
 from functionalize.ir.inputs import Call
 from functionalize.lengths.first_call import FirstCall
 from functionalize.lengths.length_class import LengthClass, Prediction
-from functionalize.lengths.observed_sizes import ObservedSizes
 from functionalize.lengths.proofs import EQUAL, NEAR
 from functionalize.lengths.references import Reference
 from functionalize.lengths.shared_passes import needs_no_copies
@@ -342,32 +341,27 @@ class PredictedStep(ReplayedStep):
             self._mispredicted(cached.prediction, call.key, why)
         else:
             audited.also = FirstCall(before, cached, signature).difference
-            audited.watches = proof is None or not proof.takes_known_path(sizes)
-            audited.observer = observer = prediction.observer()
+            audited.watches = proof is None or proof.wants_watch(sizes)
+            audited.observer = prediction.observer()
             result = audited.run(self._fn, call.args, call.kwargs, call.spec)
-            self._judge_first(audited.verdict, cached, call, observer)
+            self._judge_first(audited, cached, call)
         if not self._is_left_eager:  # the other ranks vote after this audit
             self._agree_on_audit(None, cached)
         return result
 
-    def _judge_first(
-        self,
-        verdict: AuditVerdict | None,
-        cached: CachedProgram,
-        call: Invocation,
-        observer: ObservedSizes | None,
-    ) -> None:
-        prediction = cached.prediction
+    def _judge_first(self, audited: AuditedCall, cached: CachedProgram, call: Invocation) -> None:
+        prediction, verdict = cached.prediction, audited.verdict
         assert prediction is not None
         if verdict == AuditVerdict():
+            self.stats.predictions += 1
             is_due = prediction.is_due  # what is found moves the next one
-            prediction.found_right(observer)
+            observer: Any = audited.observer
+            if not prediction.found_right(observer, audited.watches):
+                return
             prediction.group.sharing.publish(prediction.sizes, is_due)
             cached.prediction, cached.audits = None, 1
-            cached.op_stream = (
-                prediction.op_stream
-            )  # made again at the next audit: it is as large as the program
-            self.stats.predictions += 1
+            # Made again at the next audit: it is as large as the program.
+            cached.op_stream = prediction.op_stream
             self._cache.add(call.key, cached)
             if prediction.group.passed:
                 self._share_passes(call.key, cached)

@@ -137,7 +137,7 @@ class PredictedForward(CapturedStep):
             self._mispredicted(expected, call.key, why)
             return super()._learn(key, reference, call)
         observer: Any = call.observer
-        expected.found_right(observer)
+        expected.found_right(observer, was_watched=True)
         expected.group.references[:] = [reference]  # with guards on the state as it is now
         reference.rest.found = 1  # it has been of use
         self.stats.predictions += 1

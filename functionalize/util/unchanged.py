@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain, repeat
@@ -97,8 +97,8 @@ class Unchanged:
         else:
             self._spaces.append((space, read))
 
-    def elements(self, items: list[Any]) -> None:
-        """The elements of a list."""
+    def elements(self, items: Collection[Any]) -> None:
+        """The elements of a list or a set, in their order."""
         if self._is_new("elements", id(items)):
             self._lists.append(items)
 

@@ -311,6 +311,8 @@ class Probes:
             if kind is OrderedDict:  # hooks, nearly always none
                 facts.table(look[0])
                 facts.table(vars(look[0]))
+            elif kind in (set, frozenset) and _LiveKind not in map(type, look[2]):
+                facts.elements(look[0])
             elif has_only_attributes(look[0]) and not self._live.keys_of(vars(look[0])):
                 facts.kind(look[0])
                 facts.attribute(look[0], "__dict__")
@@ -368,11 +370,9 @@ class _LiveKind:
 
 
 def _is(token: Any, value: Any) -> bool:
-    return (
-        token is value
-        or (type(token) is _TensorRef and token() is value)
-        or (type(token) is _LiveKind and token.kind is type(value))
-    )
+    if type(token) is _LiveKind:
+        return token.kind is type(value)
+    return token is value or (type(token) is _TensorRef and token() is value)
 
 
 def _kind_in(table: Mapping[str, Any], key: str) -> type:

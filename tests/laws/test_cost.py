@@ -20,6 +20,7 @@ from functionalize.recorder.builder import Builder
 from functionalize.recorder.effects import CallWatch
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.watched_recorder import WatchedRecorder
+from functionalize.util.patching import Patches
 from tests.laws.counting import calls
 
 FEW, MANY = 10, 110
@@ -78,6 +79,15 @@ def test_the_watch_sees_no_more_of_an_op_than_before() -> None:
         assert watched(MANY) - watched(FEW) <= WATCHED * (MANY - FEW)
     finally:
         gc.enable()
+
+
+def test_the_watch_sees_no_patch_being_made() -> None:
+    recorder, seen = WatchedRecorder(for_real=True), set()
+    recorder._calls.profile = lambda frame, *_: seen.add(frame.f_code)
+    with recorder:
+        torch.ones(1)
+    assert sys.getprofile() is None
+    assert seen and not seen & {Patches._replace.__code__, Patches._restore.__code__}
 
 
 def test_the_watch_raises_no_audit_events(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 import torch.distributed as dist
 
@@ -12,6 +14,7 @@ from functionalize.lengths.proofs import NEAR, Proof
 from functionalize.lengths.size_facts import ComputedSize, SizeFacts
 from functionalize.templates.call_keys import open_key
 from functionalize.templates.fitting import Formula, Sizes
+from functionalize.templates.leaves import constant_token
 from functionalize.templates.symbols import Symbols
 from functionalize.templates.template import Template
 
@@ -33,6 +36,31 @@ def proof(facts: SizeFacts = NOTHING, runs: int = 2, on_cpu: bool = True) -> Pro
 def test_two_runs_must_have_learned_the_same() -> None:
     assert "not observed yet" in str(proof(runs=1).why_compared((20,)))
     assert proof().why_compared((20,)) is None
+
+
+def test_c_functions_are_seen_in_a_call_of_each_way_through_python() -> None:
+    """Recorded calls were watched: no run that takes their way is; of another way the second one is."""
+
+    def above(bound: int, is_true: bool) -> SizeFacts:
+        part = ComputedSize(operator.gt, (("part", 0), ("constant", bound, int)))
+        return SizeFacts((ROWS, part), ((1, constant_token(is_true), f"`s0 > {bound}`"),), ())
+
+    made = proof(runs=0)
+    made.watched += COMPARED
+    for sizes in ((36,), (38,)):
+        assert not made.wants_watch(sizes)
+        assert made.observed(sizes, above(16, True), was_watched=False)
+    assert made.why_compared((34,)) is None and not made.wants_watch((34,))
+    assert made.wants_watch((10,)), "Python takes another way there"
+    other = proof(runs=0)
+    other.watched += COMPARED
+    assert not other.wants_watch((50,))
+    assert not other.observed((50,), above(45, True), was_watched=False)
+    assert other.wants_watch((60,)), "no recorded call took the way of the observed one"
+    assert not other.observed((55,), above(45, True), was_watched=False)
+    assert "not observed yet" in str(other.why_compared((52,)))
+    assert other.observed((60,), above(45, True))
+    assert other.takes_known_path((52,))
 
 
 def test_an_integer_for_torch_is_that_of_the_template_in_all_runs() -> None:

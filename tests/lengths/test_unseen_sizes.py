@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import linecache
 import random
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -236,6 +239,27 @@ def test_the_state_of_python_is_not_read_where_only_torch_may_differ(
     for rows in (*LEARNED, 10, 14, 18, 22):
         captured(torch.randn(rows, 2))
     assert (captured.stats.predictions, len(read)) == (4, 5)  # all of one new size in four
+
+
+@pytest.mark.parametrize("first", [(60, 64), (60, 60), (20, 60), (20, 33)], ids=str)
+def test_what_only_some_sizes_write_is_always_written(
+    first: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a file in a place that no walk reads. first: the first compared sizes, after two recorded ones."""
+    with (tmp_path / "sizes.txt").open("w") as file:
+        monkeypatch.setattr(linecache, "FILE", file, raising=False)
+
+        def step(x: Tensor) -> Tensor:
+            if x.shape[0] > 50:
+                sys.modules["line" + "cache"].FILE.write(".")
+            return x.sin() * 2
+
+        captured = fz.capture(step, dynamic=NEVER, audit=False, on_uncapturable="eager")
+        sizes = (8, 12, *first, 10, 62, 18, 14, 61, 63, 16, 58, 64, 60, 9, 11, 62, 58)
+        for rows in sizes:
+            captured(torch.randn(rows, 2))
+    assert captured.stats.instances >= 1
+    assert len((tmp_path / "sizes.txt").read_text()) == sum(rows > 50 for rows in sizes)
 
 
 class _OfTorch:

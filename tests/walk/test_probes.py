@@ -112,6 +112,22 @@ def test_what_a_recording_replaces_in_torch_and_restores_is_no_change() -> None:
         assert not probes.hold(()) and not facts.hold()
 
 
+def test_a_set_is_compared_by_its_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each module has one; to look for the parts of all takes longer than all other comparisons."""
+    box = {"names": {"a"}, "none": set()}
+    step = lambda x: len(box["names"]) + len(box["none"])  # noqa: E731
+    state, facts = walked(step), Unchanged()
+    walked_again(step, (), state, is_replay=True).probes.watched(facts)
+    monkeypatch.setattr("functionalize.walk.probes.parts_of", None)
+    facts.freeze()
+    assert facts.hold()
+    for name in box:
+        box[name].add("b")
+        assert not facts.hold()
+        box[name].remove("b")
+        assert facts.hold()
+
+
 def test_no_tensor_is_kept_alive() -> None:
     holder: Any = Holder()
     holder.items.append(torch.ones(3))
