@@ -147,6 +147,18 @@ def differences(step: int | str, mine: dict[str, Tensor], eager: dict[str, Tenso
     return found
 
 
+def call_differences(
+    call: int, steps: Sequence[Callable[[Any], Any]], twins: Sequence[Any], batch: Any
+) -> list[str]:
+    """One call of two steps that return a loss, with equal random numbers. twins: (model, optimizer) of each."""
+    losses = []
+    for step in steps:
+        torch.manual_seed(call)
+        losses.append(step(batch))
+    found = differences(call, {"loss": losses[0]}, {"loss": losses[1]})
+    return found + differences(call, *(state_of(*twin) for twin in twins))
+
+
 def unequal(step: int | str, mine: dict[str, Any], eager: dict[str, Any]) -> list[str]:
     return [
         f"step {step}: {n} is {mine.get(n)}, eager has {eager.get(n)}"

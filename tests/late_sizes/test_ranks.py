@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
 from functionalize.late_sizes import late_step
-from tests.fsdp.twins import differences, state_of
+from tests.fsdp.twins import call_differences
 from tests.late_sizes.computed import mixture
 from tests.ranks import run_on_ranks
 from tests.steps import make_loss_step
@@ -100,12 +100,8 @@ def trained(kind: str, calls: int, lengths: Sequence[int], passes: str, **option
     for i in range(calls):
         length = lengths[int(torch.randint(len(lengths), (1,), generator=generator))]
         x = torch.randn(length, WIDTH, generator=generator)
-        losses = []
-        for step in (captured, eager):
-            torch.manual_seed(i)
-            losses.append(step(x))
-        found += differences(i, {"loss": losses[0]}, {"loss": losses[1]})
-        found += differences(i, state_of(model, optimizer), state_of(twin, twin_optimizer))
+        twins = (model, optimizer), (twin, twin_optimizer)
+        found += call_differences(i, (captured, eager), twins, x)
     return found, captured.stats, captured.explain()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
-from tests.fsdp.twins import differences, state_of
+from tests.fsdp.twins import call_differences
 from tests.ranks import run_on_ranks
 from tests.steps import make_loss_step
 
@@ -64,12 +64,8 @@ def trained(
         length = int(torch.randint(lengths.start, lengths.stop, (1,), generator=generator))
         length = length if draw is None else draw(i)
         x = torch.randn(2, length, 8, generator=generator)
-        losses = []
-        for step in (captured, eager):
-            torch.manual_seed(i)
-            losses.append(step(x))
-        found += differences(i, {"loss": losses[0]}, {"loss": losses[1]})
-        found += differences(i, state_of(model, optimizer), state_of(twin, twin_optimizer))
+        twins = (model, optimizer), (twin, twin_optimizer)
+        found += call_differences(i, (captured, eager), twins, x)
     if read["captured"] != read["eager"]:
         found.append("other numbers were read")
     return found, captured.stats
