@@ -353,11 +353,11 @@ class PredictedStep(ReplayedStep):
         prediction, verdict = cached.prediction, audited.verdict
         assert prediction is not None
         if verdict == AuditVerdict():
-            self.stats.predictions += 1
             is_due = prediction.is_due  # what is found moves the next one
             observer: Any = audited.observer
             if not prediction.found_right(observer, audited.watches):
                 return
+            self.stats.predictions += 1
             prediction.group.sharing.publish(prediction.sizes, is_due)
             cached.prediction, cached.audits = None, 1
             # Made again at the next audit: it is as large as the program.
