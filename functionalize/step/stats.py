@@ -47,8 +47,8 @@ class Stats:
     being recorded). rare: those of `eager` whose kind came too seldom to be recorded, on this rank or on
     another. waiting: those of `eager` whose program waited for its passes, or whose recording waited.
     guard_failures: the last hundred messages.
-    predictions: first calls of predicted programs that were as predicted, and kept; mispredictions: others. Both
-    are among `audits`. instances: predicted programs that were replayed at their first call.
+    predictions: first calls of predicted programs that were as predicted, and whose programs are kept; mispredictions:
+    those that were not. Both are among `audits`. instances: predicted programs that were replayed at their first call.
     audit_failures: the audits that found a difference; differences: their last hundred messages.
     ops, resizes: the numbers in the recording. nodes_recorded, nodes: in the graph before and after the passes.
     backwards: replayed backwards of a captured forward. reruns: forwards that ran again for a backward that was not
