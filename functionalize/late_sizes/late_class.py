@@ -193,8 +193,7 @@ class LateClass:
 
     def _compared(self, sizes: Sizes) -> None:
         assert self.proof is not None and self.arguments is not None
-        self.proof.compared.append(sizes)
-        self.proof.watched.append(sizes)
+        self.proof.was_compared(sizes)
         self.arguments.compared.append(sizes[: self.first])
         for line, size in zip(self._lines, sizes[self.first :], strict=True):
             rest = size % self.proof.modulus

@@ -217,8 +217,8 @@ class LengthClass:
         sizes, signatures = templates.sizes, templates.whole
         on_cpu = all(spec.device.type == "cpu" for spec in templates.programs[0].reference.inputs)
         proof = Proof.of(self.every, templates.formulas, signatures.lengths, on_cpu)
-        proof.compared += sizes
-        proof.watched += sizes
+        for own in sizes:
+            proof.was_compared(own)
         self.takes(templates.programs, signatures, proof)
         programs = zip(*(each.programs for each in self.references), strict=True)
         self.instances = [Instances.of(t, sizes, next(programs)) for t in self.templates]

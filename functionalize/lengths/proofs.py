@@ -6,6 +6,7 @@ Three parties decide by a size. What each of them did at sizes that were compare
 if each of them does the same there:
 
 - Python. Two runs were observed (`observed_sizes.py`) that have learned the same facts: they must hold at the new size.
+  Calls of C functions, which may be effects, were seen in a run of which the facts hold, too.
   Integers that Python computed and gave to torch must be those that the template has (`x[: n // 4 * 4]`); what had one
   value in both runs must have it, since it may be a constant that the facts led to.
 - torch, by thresholds, by 0 and 1, by remainders, by equality, where it chooses ops (inside one op it chooses again at
@@ -28,6 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from functionalize.lengths.size_facts import SizeFacts
 from functionalize.templates.fitting import Formula, Sizes
@@ -67,10 +69,7 @@ class KnownPath:
 
     def is_taken(self, sizes: Sizes) -> bool:
         """Whether a call of these sizes, which was recorded or as predicted, has taken it."""
-        try:
-            return self.facts.difference(self.facts.values(sizes)) is None
-        except ArithmeticError:
-            return False
+        return not isinstance(self._values(sizes), str)
 
     def add(self, sizes: Sizes, formulas: Iterable[Formula]) -> None:
         """Add a run. formulas: of all integers of the template."""
@@ -86,13 +85,9 @@ class KnownPath:
 
     def difference(self, sizes: Sizes) -> str | None:
         """What is otherwise at other sizes; None: Python takes this way, and gives torch what the template has."""
-        try:
-            values = self.facts.values(sizes)
-        except ArithmeticError as error:
-            return f"a number cannot be computed: {error}"
-        difference = self.facts.difference(values)
-        if difference is not None:
-            return difference
+        values = self._values(sizes)
+        if isinstance(values, str):
+            return values
         for at, functions in self.uses:
             if not functions:
                 return "Python computes an integer that is in no op"
@@ -101,6 +96,14 @@ class KnownPath:
         if any(each.value(sizes) != value for each, value in self.same):
             return "an integer varies that was the same in all observed runs"
         return None
+
+    def _values(self, sizes: Sizes) -> Sequence[Any] | str:
+        """The values of what the facts consist of; text: a fact does not hold."""
+        try:
+            values = self.facts.values(sizes)
+        except ArithmeticError as error:
+            return f"a number cannot be computed: {error}"
+        return self.facts.difference(values) or values
 
 
 @dataclass(slots=True)
@@ -185,8 +188,7 @@ class Proof:
 
     def takes_known_path(self, sizes: Sizes) -> bool:
         """Whether Python takes a way at these sizes that was observed twice."""
-        known = self._known
-        return not self.is_hopeless and bool(known) and _first_of(known, sizes) is None
+        return not self.is_hopeless and self.python_differs(sizes) is None
 
     def wants_watch(self, sizes: Sizes) -> bool:
         """Whether to see which C functions Python calls at these sizes: no call is known that took its way there.
@@ -249,6 +251,8 @@ class Proof:
         is_due = why == self.due
         self.near = 0 if why == NEAR else self.near
         self.compared.append(sizes)
+        if why is None:
+            self.watched.append(sizes)
         self.new = 0
         if is_due:
             self.was_due()

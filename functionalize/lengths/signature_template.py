@@ -194,9 +194,7 @@ class SignatureTemplate:
                 return Mismatch(
                     number, "the op stream", "the windows of a storage relate otherwise"
                 )
-        made = replace(template, related=related)
-        vars(made)["digest"] = made._digest_of(first.rows)  # to read the rows again takes longer
-        return made
+        return replace(template, related=related)
 
     def at(self, sizes: Sizes) -> Callable[[], Signature] | str:
         """What makes the signature for these sizes; text: why none is predicted."""
@@ -248,12 +246,13 @@ class SignatureTemplate:
 
         Numbers that do not vary are left out, as are such offsets: they may be a rank.
         """
-        return self._digest_of(Forms(self.reference).rows)
-
-    def _digest_of(self, rows: Sequence[Any]) -> str:
         texts = [_text_of(function) for function in self.functions]
-        capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-        machine = torch.__version__, capability, threads
+        rows = Forms(self.reference).rows
+        machine = (
+            torch.__version__,
+            torch.backends.cpu.get_cpu_capability(),
+            torch.get_num_threads(),
+        )
         whole = repr((machine, rows, [texts[number] for number in self.columns]))
         return hashlib.sha256(whole.encode()).hexdigest()
 

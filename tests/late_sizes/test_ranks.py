@@ -96,11 +96,11 @@ def trained(kind: str, calls: int, lengths: Sequence[int], passes: str, **option
     )
     eager = make_loss_step(lambda x: twin(x).square().mean(), twin_optimizer)
     generator = torch.Generator().manual_seed(dist.get_rank())
+    twins = (model, optimizer), (twin, twin_optimizer)
     found: list[str] = []
     for i in range(calls):
         length = lengths[int(torch.randint(len(lengths), (1,), generator=generator))]
         x = torch.randn(length, WIDTH, generator=generator)
-        twins = (model, optimizer), (twin, twin_optimizer)
         found += call_differences(i, (captured, eager), twins, x)
     return found, captured.stats, captured.explain()
 

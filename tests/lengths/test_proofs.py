@@ -46,14 +46,12 @@ def test_c_functions_are_seen_in_a_call_of_each_way_through_python() -> None:
         return SizeFacts((ROWS, part), ((1, constant_token(is_true), f"`s0 > {bound}`"),), ())
 
     made = proof(runs=0)
-    made.watched += COMPARED
     for sizes in ((36,), (38,)):
         assert not made.wants_watch(sizes)
         assert made.observed(sizes, above(16, True), was_watched=False)
     assert made.why_compared((34,)) is None and not made.wants_watch((34,))
     assert made.wants_watch((10,)), "Python takes another way there"
     other = proof(runs=0)
-    other.watched += COMPARED
     assert not other.wants_watch((50,))
     assert not other.observed((50,), above(45, True), was_watched=False)
     assert other.wants_watch((60,)), "no recorded call took the way of the observed one"

@@ -59,12 +59,12 @@ def trained(
     )
     eager = make_loss_step(loss_of(twin, "eager"), twin_optimizer)
     generator = torch.Generator().manual_seed(dist.get_rank())
+    twins = (model, optimizer), (twin, twin_optimizer)
     found: list[str] = []
     for i in range(calls):
         length = int(torch.randint(lengths.start, lengths.stop, (1,), generator=generator))
         length = length if draw is None else draw(i)
         x = torch.randn(2, length, 8, generator=generator)
-        twins = (model, optimizer), (twin, twin_optimizer)
         found += call_differences(i, (captured, eager), twins, x)
     if read["captured"] != read["eager"]:
         found.append("other numbers were read")
