@@ -125,7 +125,7 @@ class LengthClass:
     calls do.
     apart: why passes run for each size. replays: of programs without passes. issued: the fingerprints of the
     collectives of all programs after the passes, see `program/collective_order.py`; None: they were not asked for.
-    shared: what ranks share of their comparisons; None until the first one.
+    shared: what ranks share of their comparisons; None until the first one. digest: of the op streams; "" as yet.
     """
 
     tokens: int
@@ -148,6 +148,7 @@ class LengthClass:
     replays: int = 0
     issued: Mapping[str, int] | None = None
     shared: SharedSizes | None = None
+    digest: str = ""
     fewest: int = EARLY
 
     @property
@@ -155,8 +156,8 @@ class LengthClass:
         """What ranks share of their comparisons; there is a template."""
         if self.shared is None:
             assert self.signatures is not None and self.proof is not None
-            found = self.templates[0].reference, self.signatures.digest
-            self.shared = SharedSizes.of(*found, self.proof)
+            self.digest = self.digest or self.signatures.digest()
+            self.shared = SharedSizes.of(self.templates[0].reference, self.digest, self.proof)
         return self.shared
 
     @property
@@ -220,6 +221,7 @@ class LengthClass:
         for own in sizes:
             proof.was_compared(own)
         self.takes(templates.programs, signatures, proof)
+        self.digest = signatures.digest(self.references[0].forms.rows)
         programs = zip(*(each.programs for each in self.references), strict=True)
         self.instances = [Instances.of(t, sizes, next(programs)) for t in self.templates]
         self.forwards = templates.forwards
@@ -238,6 +240,7 @@ class LengthClass:
         """The template, which nothing has confirmed, is wrong: further recordings determine another one."""
         self.fewest, self.templates, self.instances = FEWEST, [], []
         self.signatures = self.forwards = self.proof = self.shared = None
+        self.digest = ""
 
     def takes(self, templates: list[Template], signatures: SignatureTemplate, proof: Proof) -> None:
         """From now on it has a template."""

@@ -15,24 +15,33 @@ from typing import Any
 from functionalize.ir.ops import Geometry
 from functionalize.templates.fitting import Factors, Formula
 
+_ONE: tuple[int, Factors] = (1, ())  # as a product
+
 
 def relations(windows: Sequence[Geometry], layouts: Sequence[Any] = ()) -> Any:
     """A value that is equal if all these comparisons are. layouts: of each window, if they are known."""
     layouts = layouts or list(map(layout_of, windows))
     if len(windows) == 1:
         return layouts[0]
-    bounds = [bound for window in windows for bound in (window.start, window.end)]
+    bounds = [bound for window in windows for bound in _bounds(window)]
     return tuple(layouts), tuple(map(list(windows).index, windows)), _ranks(bounds)
 
 
 def has_one_layout(sizes: Sequence[Formula], strides: Sequence[Formula]) -> bool:
-    """Whether `layout_of` is equal for all sizes of arguments, none of which is 0 or 1: the window is row-major."""
-    expected: tuple[int, Factors] = (1, ())
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        factor = _product(size)
-        if factor is None or factor[0] < 1 or _product(stride) != expected:
+    """Whether `layout_of` is equal for all sizes of arguments, none of which is 0 or 1.
+
+    That is known of a window without gaps, in any order of its dimensions.
+    """
+    left = [(_product(stride), _product(size)) for size, stride in zip(sizes, strides, strict=True)]
+    expected: tuple[int, Factors] = _ONE
+    while left:
+        inner = [each for each in left if each[0] == expected]
+        found = next((each for each in inner if each[1] == _ONE), inner[0] if inner else None)
+        if found is None or found[1] is None or found[1][0] < 1:
             return False
-        expected = expected[0] * factor[0], tuple(sorted(expected[1] + factor[1]))
+        left.remove(found)
+        coefficient, factors = found[1]
+        expected = expected[0] * coefficient, tuple(sorted(expected[1] + factors))
     return True
 
 
@@ -41,6 +50,16 @@ def layout_of(window: Geometry) -> Any:
     few = tuple([size if size < 2 else 2 for size in window.size])
     layout = (window.is_contiguous, window.is_dense, window.overlaps)
     return few, layout, _ranks(window.stride)
+
+
+def _bounds(window: Geometry) -> tuple[int, int]:
+    """`start` and `end` of a window that is not seen again: without what is kept of each geometry."""
+    if 0 in window.size:
+        return window.start, 0
+    reach = sum(
+        [(size - 1) * stride for size, stride in zip(window.size, window.stride, strict=True)]
+    )
+    return window.start, (window.offset + reach + 1) * window.dtype.itemsize
 
 
 def _ranks(values: Sequence[int]) -> tuple[int, ...]:

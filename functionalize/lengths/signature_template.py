@@ -27,7 +27,7 @@ from functionalize.lengths.observed_sizes import KnownSizes
 from functionalize.lengths.relations import has_one_layout, layout_of, relations
 from functionalize.templates.fitting import Formula, Sizes, evaluator
 from functionalize.templates.leaves import constant_token, identity
-from functionalize.templates.makers import Maker, leaf_maker
+from functionalize.templates.makers import Maker, joined, leaf_maker
 from functionalize.templates.template import Mismatch, Unfitted, fitted
 
 Leaf = int | Geometry
@@ -240,19 +240,18 @@ class SignatureTemplate:
         for function in self.functions:
             yield from [function] if isinstance(function, Formula) else function[1]
 
-    @cached_property
-    def digest(self) -> str:
+    def digest(self, rows: Sequence[Any] = ()) -> str:
         """Equal in processes whose torch runs the same ops on tensors of the same sizes, on the same kind of processor.
 
-        Numbers that do not vary are left out, as are such offsets: they may be a rank.
+        Numbers that do not vary are left out, as are such offsets: they may be a rank. rows: of one of its `Forms`.
         """
         texts = [_text_of(function) for function in self.functions]
-        rows = Forms(self.reference).rows
         machine = (
             torch.__version__,
             torch.backends.cpu.get_cpu_capability(),
             torch.get_num_threads(),
         )
+        rows = rows or Forms(self.reference).rows
         whole = repr((machine, rows, [texts[number] for number in self.columns]))
         return hashlib.sha256(whole.encode()).hexdigest()
 
@@ -378,19 +377,13 @@ def _row_maker(row: Row, numbers: Iterator[int | None]) -> Maker | None:
 
     None for those that do not vary.
     """
-    resized = [(storage, next(numbers)) for storage, _ in row.resized]
-    makers = {
+    resized = [_resize_maker(storage, next(numbers)) for storage, _ in row.resized]
+    makers = {"resized": joined(row.resized, resized, tuple)}  # in the order of `Forms`
+    makers |= {
         name: leaf_maker(getattr(row, name), numbers) for name in ("args", "kwargs", "outputs")
     }
-    parts = {name: make for name, make in makers.items() if make is not None}
-    if all(n is None for _, n in resized):
-        if not parts:
-            return None
-        return lambda values: row._replace(**{name: make(values) for name, make in parts.items()})
+    return joined(row, [makers.get(name) for name in Row._fields], Row._make)
 
-    def made(values: Sequence[Any]) -> Row:
-        pairs = zip(row.resized, resized, strict=True)
-        now = tuple([was if n is None else (storage, values[n]) for was, (storage, n) in pairs])
-        return row._replace(resized=now, **{name: make(values) for name, make in parts.items()})
 
-    return made
+def _resize_maker(storage: int, number: int | None) -> Maker | None:
+    return None if number is None else lambda values: (storage, values[number])

@@ -267,23 +267,25 @@ class Checks:
         """
         if not self.for_real:
             return
-        text = (
-            f"{record.target} gives a result whose size depends on data {line_of(record.traceback)}"
-        )
+
+        def text() -> str:
+            where = line_of(record.traceback)
+            return f"{record.target} gives a result whose size depends on data {where}"
+
         with recorder:
             fake = any(isinstance(t, FakeTensor) for t in tensors_in([*args, *kwargs.values()]))
             found = None if fake else sizing_numbers(record.target, args, kwargs)
             if found is None:
-                self.note(text)
+                self.note(text())
             for number, bound in found or ():
                 count = plain(number.item())
                 if count != bound and recorder.records:  # an audit keeps none
-                    self.sizes.add(recorder.records[-1], text, count)
+                    self.sizes.add(recorder.records[-1], text(), count)
 
     def sized_by(self, recorder: Any, what: str) -> None:
         """The sizes of results depend on the number that was read last. what: reads it, as text."""
-        where = line_of(CapturedTraceback.extract())
         if recorder.records:  # an audit keeps none
+            where = line_of(CapturedTraceback.extract())
             self.sizes.add(recorder.records[-1], f"{what} {where}")
 
     def unknown_sizes(self, recorder: Any) -> list[str]:

@@ -50,7 +50,7 @@ def maker(new: Any, was: Any) -> Maker | None:
 
 
 def _made_of(pairs: Sequence[tuple[Any, Any]], build: Callable[..., Any]) -> Maker | None:
-    return _joined(
+    return joined(
         [was for _, was in pairs], [maker(*pair) for pair in pairs], lambda found: build(*found)
     )
 
@@ -72,19 +72,20 @@ def leaf_maker(value: Any, numbers: Iterator[int | None]) -> Maker | None:
     if kind is dict:
         keys = list(value)
         parts = [leaf_maker(each, numbers) for each in value.values()]
-        return _joined(
+        return joined(
             list(value.values()), parts, lambda found: dict(zip(keys, found, strict=True))
         )
     if isinstance(value, (list, tuple)):
-        return _joined(
+        return joined(
             value, [leaf_maker(each, numbers) for each in value], list if kind is list else tuple
         )
     return None
 
 
-def _joined(
+def joined(
     values: Sequence[Any], parts: Sequence[Maker | None], build: Callable[[list[Any]], Any]
 ) -> Maker | None:
+    """What makes a value of its parts; None: no part varies. parts: what makes each of `values`; None: the value."""
     varying = [(at, part) for at, part in enumerate(parts) if part is not None]
     if not varying:
         return None
