@@ -115,7 +115,7 @@ class Proof:
     modulus: by which remainders must be those of compared sizes. lengths: the functions that are sizes of tensors.
     compared: the sizes of calls that were recorded, or compared and as predicted. new: since the last comparison.
     elsewhere: sizes that other ranks have compared, which says what torch does (`audit/shared_sizes.py`).
-    divided: the formulas that divide. near: calls of sizes hardly beyond the compared ones, since one was compared.
+    divided: the formulas that divide. near: sizes of calls that were hardly beyond the compared ones, and still are.
     watched: the sizes of calls in which calls of C functions were seen: all recorded ones, and some compared ones.
     is_unseen: whether a run that was not watched took a way that no watched call had taken.
     """
@@ -130,7 +130,7 @@ class Proof:
     lost: str | None = None
     elsewhere: list[Sizes] = field(default_factory=list)
     divided: Sequence[Formula] = ()
-    near: int = 0
+    near: list[Sizes] = field(default_factory=list)
     watched: list[Sizes] = field(default_factory=list)
     is_unseen: bool = False
     _paths: list[KnownPath] = field(default_factory=list)
@@ -249,7 +249,6 @@ class Proof:
     def was_compared(self, sizes: Sizes, why: str | None = None) -> None:
         """A call of these sizes was recorded, or was as predicted. why: it was compared."""
         is_due = why == self.due
-        self.near = 0 if why == NEAR else self.near
         self.compared.append(sizes)
         if why is None:
             self.watched.append(sizes)
@@ -257,10 +256,15 @@ class Proof:
         if is_due:
             self.was_due()
 
-    def has_come_near(self) -> bool:
-        """Count a call of sizes hardly beyond the compared ones; whether as many have come as pay for a comparison."""
-        self.near += 1
-        return self.near >= _NEAR_CALLS
+    def has_come_near(self, sizes: Sizes) -> bool:
+        """Count a call of sizes hardly beyond the compared ones; whether as many have come as pay for a comparison.
+
+        These are the ones that will be between compared sizes if this call is compared.
+        """
+        compared = [*self.compared, *self.elsewhere]
+        self.near = [each for each in (*self.near, sizes) if not _is_between(each, compared)]
+        compared.append(sizes)
+        return sum(_is_between(each, compared) for each in self.near) >= _NEAR_CALLS
 
     def was_due(self) -> None:
         """A size was compared because one in so many is, on this rank or on another: the next one is so later."""
@@ -313,6 +317,13 @@ def _is_near(sizes: Sizes, compared: Sequence[Sizes]) -> bool:
             return False
         is_beyond = is_beyond or not low <= size <= high
     return is_beyond
+
+
+def _is_between(sizes: Sizes, compared: Sequence[Sizes]) -> bool:
+    """Whether sizes lie between compared ones, in every symbol at once."""
+    return any(_is_below(each, sizes) for each in compared) and any(
+        _is_below(sizes, each) for each in compared
+    )
 
 
 def _is_below(low: Sizes, high: Sizes) -> bool:

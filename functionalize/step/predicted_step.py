@@ -92,7 +92,8 @@ class PredictedStep(ReplayedStep):
             if not may_be_known:
                 is_rare = self._is_rare(call)
             elif why == NEAR and proof is not None and self._may_compare():
-                is_rare = not proof.has_come_near()
+                sizes = classes[0].sizes_of(shapes_of(call.key))
+                is_rare = isinstance(sizes, str) or not proof.has_come_near(sizes)
             else:
                 seldom = _EQUAL_CALLS if why == EQUAL else 1
                 enough = seldom if self._may_compare() else _REPLAYS

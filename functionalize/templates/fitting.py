@@ -165,14 +165,18 @@ def _on_line(
 def line(sizes: Sequence[Sizes], values: Sequence[int]) -> Formula | None:
     """The function of one size that has these values in two recordings, as far as two can tell; None: there is none.
 
-    A multiple of the size, or of its square; else the line through both values, which nothing confirms yet.
+    A multiple of the size, of its square or cube; else the line through both values, which nothing confirms yet.
     """
     (low,), (high,) = sizes
-    found = fit(sizes, values)
-    if found is not None or low == high:
-        return found
-    slope, rest = divmod(values[1] - values[0], high - low)
-    return None if rest else Formula(values[0] - slope * low, ((slope, (0,)),))
+    first, second = values
+    if first == second:
+        return Formula(first)
+    for count in range(1, _MOST_FACTORS + 1):
+        slope, rest = divmod(first, low**count)
+        if not rest and slope * high**count == second:
+            return Formula(0, ((slope, (0,) * count),))
+    slope, rest = divmod(second - first, high - low) if low != high else (0, 1)
+    return None if rest else Formula(first - slope * low, ((slope, (0,)),))
 
 
 def _product(sizes: Sizes, factors: Factors) -> int:

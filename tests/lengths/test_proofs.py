@@ -103,6 +103,16 @@ def test_a_size_that_is_hardly_beyond_compared_ones_is_told_apart() -> None:
         )
 
 
+def test_calls_hardly_beyond_compared_ones_count_where_a_comparison_settles_them() -> None:
+    """They are then between compared ones: not those on the other side, or further out."""
+    own = proof()
+    assert not any(own.has_come_near((size,)) for size in (42, 42, 41, 6, 6, 6, 41))
+    assert own.has_come_near((42,))
+    own.was_compared((42,), NEAR)
+    assert not own.has_come_near((7,)) and own.near == [(6,)] * 3 + [(7,)]
+    assert own.has_come_near((6,))
+
+
 def test_a_comparison_that_was_due_on_another_rank_counts() -> None:
     store, own = dist.HashStore(), proof()
     shared, other = SharedSizes(store, "step"), SharedSizes(store, "step")
