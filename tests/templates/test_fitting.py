@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functionalize.templates.fitting import Formula, Sizes, evaluator, fit
+from functionalize.templates.fitting import Formula, Sizes, evaluator, fit, line
 
 ONE = [(8,), (12,), (20,), (33,), (47,)]
 OF_ONE_REST = [(8,), (16,), (24,), (64,), (96,)]
@@ -136,3 +136,25 @@ def test_of_very_many_sizes_multiples_of_one_are_found() -> None:
     sizes = [tuple(random.Random(i).choices(range(2, 900), k=2000)) for i in range(9)]
     assert str(fit(sizes, [5 * each[1234] + 1 for each in sizes])) == "5*s1234 + 1"
     assert fit(sizes, [each[4] + each[5] for each in sizes]) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ((3, 3), "3"),
+        ((16, 24), "2*s0"),
+        ((64, 144), "s0*s0"),
+        ((1024, 3456), "2*s0*s0*s0"),
+        ((17, 25), "2*s0 + 1"),
+        ((-8, -12), "-1*s0"),
+        ((20, 16), "-1*s0 + 28"),
+        ((4, 6), None),
+    ],
+    ids=str,
+)
+def test_two_recordings_give_a_multiple_or_a_line(
+    values: tuple[int, int], expected: str | None
+) -> None:
+    found = line([(8,), (12,)], values)
+    assert (found and str(found)) == expected
+    assert line([(8,), (8,)], (1, 2)) is None
