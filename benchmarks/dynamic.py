@@ -60,7 +60,7 @@ MODELS = ["llama", "gpt2", "bert", "mixtral", "t5", LOOPING]
 COMPILED = "compiled layers"
 WAYS = ["recorded at once", "side by side", "defaults", "dynamic", COMPILED]
 _KNOWN = 6
-_BEFORE_STEADY, _STEADY = 480, 120  # calls; passes run after 256 replays, or 64 of one length
+_BEFORE_STEADY, _STEADY = 480, 240  # calls; passes run after 256 replays, or 64 of one length
 Row = dict[str, Any]
 
 

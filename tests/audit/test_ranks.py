@@ -17,6 +17,8 @@ from tests.fsdp.steps import pairs
 from tests.fsdp.twins import differences, state_of
 from tests.ranks import run_on_ranks
 
+pytestmark = pytest.mark.long
+
 MERGED = "bucket_gathers{mb=0.003, across=true, apart_kb=none}"
 
 

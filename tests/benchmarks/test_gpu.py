@@ -14,6 +14,8 @@ from benchmarks.gpu import suite
 from benchmarks.gpu.options import Options
 from benchmarks.gpu.rows import Prediction, Row, Rows, read_rows, table
 
+pytestmark = pytest.mark.long
+
 CPU = ["--device", "cpu", "--small"]
 
 

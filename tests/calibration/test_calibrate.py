@@ -27,6 +27,8 @@ from functionalize.planning.time.step_time import step_time
 from tests.planning.captured import recorded
 from tests.ranks import run_on_ranks
 
+pytestmark = pytest.mark.long
+
 
 def tiny() -> Machine:
     """A machine, measured by the ranks of the pool with tiny probes."""

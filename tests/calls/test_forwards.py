@@ -155,6 +155,7 @@ def talks(backward: bool) -> tuple[list[float], list[float], int]:
     return found, UNSEEN.kept, captured.stats.replays
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backward", [False, True])
 def test_ranks_make_calls_that_communicate_together(backward: bool) -> None:
     for rank, (found, kept, replays) in enumerate(run_on_ranks(talks, backward, world=2)):

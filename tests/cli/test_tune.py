@@ -9,6 +9,8 @@ import pytest
 from tests.cli.entry import TRAINING, Command, command
 from tests.tuning import training
 
+pytestmark = pytest.mark.long
+
 __all__ = ["command"]
 SCRIPT = training.__file__
 

@@ -22,6 +22,8 @@ from tests.fsdp.sharded import build_llama
 from tests.fsdp.twins import state_of
 from tests.ranks import run_on_ranks
 
+pytestmark = pytest.mark.long
+
 
 class Run(NamedTuple):
     """What a training run leaves."""

@@ -16,6 +16,8 @@ from functionalize.errors import UnsupportedOpError
 from functionalize.ir.ops import TensorRef, contiguous_geometry
 from tests.discharge.eager import clones, one_thread, same_as_eager, text_of
 
+pytestmark = pytest.mark.long
+
 aten = torch.ops.aten
 
 ELEMENT_WISE: dict[str, tuple[int, Callable[..., Any]]] = {  # arguments, `fn(out, *arguments)`

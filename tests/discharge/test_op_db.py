@@ -21,6 +21,8 @@ from functionalize.util.torch_release import minor_of
 from tests.discharge.eager import clones, same_as_eager
 from tests.op_database import OPS, full_name, function_of, plain_runs
 
+pytestmark = pytest.mark.long
+
 HERE = minor_of(torch.__version__)
 DTYPES = (torch.float32, torch.int64, torch.bfloat16)
 SAMPLES = 3  # of a dtype, under --fuzz-long; else one

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from torch.distributed.run import main as torchrun
 
 from examples import training
 from tests.forks import Fork
 from tests.ports import free_port
 from tests.ranks import run_on_ranks
+
+pytestmark = pytest.mark.long
 
 SCRIPT = Path(training.__file__)
 

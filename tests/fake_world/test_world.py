@@ -63,6 +63,7 @@ ON_FOUR = ["uneven_shards", "reshard_to_some", "hsdp", "tensor_parallel"]
 
 
 # torch warns of what a feature's model does; the other one is of a deprecated name that it calls itself.
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module", "ignore:.*is deprecated:FutureWarning")
 @pytest.mark.parametrize(("names", "world"), [(ON_TWO, 2), (ON_FOUR, 4)])
 def test_the_program_is_that_of_real_ranks(names: list[str], world: int):

@@ -23,6 +23,8 @@ from tests.fsdp.steps import pairs
 from tests.fsdp.twins import differences, state_of
 from tests.ranks import run_on_ranks
 
+pytestmark = pytest.mark.long
+
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 
 

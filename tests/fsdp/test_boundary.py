@@ -34,6 +34,8 @@ from tests.fsdp.twins import (
 )
 from tests.ranks import run_on_ranks
 
+pytestmark = pytest.mark.long
+
 Forward = Callable[..., Any]
 STEPS = 8
 

@@ -174,6 +174,7 @@ def looping_experts(build: Callable[..., Twin]) -> Verdict:
     return compare_twins(lambda: seeded(make), train, text(n=20, rows=12))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", [build_mixtral, build_qwen3_moe])
 def test_experts_that_loop_over_those_that_were_hit(build: Callable[..., Twin]) -> None:
     for verdict in run_on_ranks(looping_experts, build):

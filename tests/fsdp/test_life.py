@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -29,6 +30,8 @@ from tests.fsdp.twins import (
     unequal,
 )
 from tests.ranks import run_on_ranks
+
+pytestmark = pytest.mark.long
 
 Action = Callable[["Script"], None]
 

@@ -27,6 +27,8 @@ from tests.fsdp.steps import pairs
 from tests.fsdp.twins import differences, state_of
 from tests.ranks import run_on_ranks
 
+pytestmark = pytest.mark.long
+
 CALLS = 16
 log = logging.getLogger("tests.one_rank_reads")
 

@@ -20,6 +20,8 @@ from tests import ranks
 from tests.fsdp.twins import differences, flat, grown_storages, state_of
 from tests.ranks import run_on_ranks
 
+pytestmark = pytest.mark.long
+
 Twin = tuple[nn.Module, torch.optim.Optimizer, Callable[..., Any]]
 BEFORE, AFTER = 4, 4  # steps in the process that saves, and in the one that loads
 

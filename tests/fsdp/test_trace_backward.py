@@ -33,6 +33,8 @@ from tests.fsdp.twins import (
 )
 from tests.ranks import run_on_ranks
 
+pytestmark = pytest.mark.long
+
 HERE = {name: row for name, row in FEATURES.items() if not row.eager}
 HERE = {name: row for name, row in HERE.items() if name not in ("no_grad", "inference_mode")}
 FIRST = {name: HERE[name] for group in GROUPS.values() for name in [*group][:1] if name in HERE}

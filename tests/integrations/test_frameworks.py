@@ -13,6 +13,8 @@ import pytest
 from functionalize import integrations
 from tests.forks import Fork, run_module
 
+pytestmark = pytest.mark.long
+
 LOOPS = {
     "accelerate": "accelerate",
     "lightning": "lightning",

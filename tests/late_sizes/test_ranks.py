@@ -21,6 +21,8 @@ from tests.late_sizes.computed import mixture
 from tests.ranks import run_on_ranks
 from tests.steps import make_loss_step
 
+pytestmark = pytest.mark.long
+
 WIDTH = 16
 
 

@@ -17,6 +17,8 @@ from functionalize.program.program import Program
 from tests.laws.outcomes import outcome, seen_by_caller, times
 from tests.laws.programs import Example, Window, examples
 
+pytestmark = pytest.mark.long
+
 REFUSALS: dict[str, tuple[type[Exception], ...]] = {
     "storage": (StorageError,),
     "exit": (

@@ -307,6 +307,7 @@ def _on_a_rank(seeds: range) -> list[Counter[str]]:
     return [check(seed, True) for seed in seeds]
 
 
+@pytest.mark.long
 def test_the_fast_test_is_sound_with_shards() -> None:
     for seen in run_on_ranks(_on_a_rank, range(3), world=2)[0]:
         assert seen["fast"] > CALLS / 4 and seen["slow"], seen

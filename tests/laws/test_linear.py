@@ -19,6 +19,8 @@ from tests.laws.counting import SLACK, calls
 from tests.ranks import run_on_ranks
 from tests.steps import make_step
 
+pytestmark = pytest.mark.long
+
 FEW, MANY = 3, 11
 
 

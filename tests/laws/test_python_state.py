@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 import torch
 from hypothesis import given, settings
 
@@ -11,6 +12,8 @@ import functionalize as fz
 from tests.laws.moving_worlds import MovingExample, MovingWorld, moving_examples
 from tests.laws.python_worlds import Example, World, examples
 from tests.step.moving_steps import difference
+
+pytestmark = pytest.mark.long
 
 SEEN: Counter[str] = Counter()
 X = torch.tensor([[1.0, 2.0]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
 from tests.step_backward.runs import same
+
+pytestmark = pytest.mark.long
 
 UNARY = (
     torch.sin,

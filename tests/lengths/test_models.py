@@ -23,6 +23,8 @@ from tests.fsdp.huggingface import (
 from tests.fsdp.twins import Verdict, compare_twins
 from tests.ranks import run_on_ranks
 
+pytestmark = pytest.mark.long
+
 LONGEST = 10
 MODELS: dict[str, Callable[[], Twin]] = {
     "llama": build_llama,

@@ -16,6 +16,8 @@ from tests.fsdp.twins import call_differences
 from tests.ranks import run_on_ranks
 from tests.steps import make_loss_step
 
+pytestmark = pytest.mark.long
+
 
 def build() -> tuple[Any, Any]:
     torch.manual_seed(0)

@@ -275,6 +275,7 @@ def _talks_or_draws(node) -> bool:
     return is_random(node) or getattr(node.target, "namespace", "") == "_c10d_functional"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("step", "pipeline"),
     [

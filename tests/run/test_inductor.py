@@ -21,6 +21,8 @@ from functionalize.run import inductor
 from tests.ranks import run_on_ranks
 from tests.steps import make_step
 
+pytestmark = pytest.mark.long
+
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="Inductor needs a C++ compiler"
 )

@@ -32,6 +32,8 @@ from functionalize.util import user_stack
 from tests.steps import train
 from tests.sweep.stacks import KINDS, build, inputs
 
+pytestmark = pytest.mark.long
+
 
 def layers_that_differ() -> list[Any]:
     given = {"world": 4, "kinds": KINDS["of all kinds"], "machine": "h100"}

@@ -165,6 +165,7 @@ def sharded_lengths() -> Any:
     ]
 
 
+@pytest.mark.long
 def test_lengths_under_fsdp_and_dropout() -> None:
     (found,) = run_on_ranks(sharded_lengths, world=1)
     assert found == [(s, True) for s in (2, 3, 16, 33, 64)]

@@ -14,6 +14,8 @@ from functionalize.tuning.space import Space
 from functionalize.tuning.tune import Tuned
 from tests.tuning.training import build, build_offloaded, inputs, step
 
+pytestmark = pytest.mark.long
+
 CONSTANTS = 852 << 20  # of an H100, with one communicator
 SMALL = CONSTANTS + (300 << 20)
 

@@ -22,6 +22,8 @@ from tests.ranks import run_on_ranks
 from tests.tuning import training
 from tests.tuning.training import build, build_split, inputs, step
 
+pytestmark = pytest.mark.long
+
 LIMIT = 2_200_000
 
 

@@ -145,6 +145,7 @@ def test_several_runs_are_told_apart(tmp_path: Path) -> None:
     assert len({e["pid"] for e in events}) == 6
 
 
+@pytest.mark.long
 def test_100_000_events(tmp_path: Path) -> None:
     eager, program = large()
     events = written(tmp_path, TraceRun("", [eager, program], schedule_of(126, small=100)))

@@ -463,6 +463,7 @@ def test_tables_and_facts_are_text(opened):
 # -- sizes -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @needs_browser
 def test_100_000_events(browser, tmp_path):
     eager, program = large()
