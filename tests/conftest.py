@@ -11,6 +11,7 @@ import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -43,12 +44,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="property tests draw 5000 random examples each, instead of 100 fixed ones",
     )
-    parser.addoption("--long", action="store_true", help="run the tests marked `long`, and no others")
+    parser.addoption(
+        "--long", action="store_true", help="run the tests marked `long`, and no others"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     is_whole = config.args_source is not pytest.Config.ArgsSource.ARGS
-    if is_whole and not (config.option.markexpr or hasattr(config, "workerinput")):
+    if hasattr(config, "workerinput"):  # which has the paths as arguments in either case
+        config.option.markexpr = config.workerinput["markexpr"]
+    elif is_whole and not config.option.markexpr:
         config.option.markexpr = "long" if config.getoption("--long") else "not long"
     settings.load_profile("long" if config.getoption("--fuzz-long") else "ci")
     settle_process()
@@ -62,6 +67,12 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     capability = torch.backends.cpu.get_cpu_capability()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(cache, capability)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Before a worker of pytest-xdist starts."""
+    node.workerinput["markexpr"] = node.config.option.markexpr
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
