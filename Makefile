@@ -38,7 +38,7 @@ long:
 
 newest:
 	$(MAKE) demo TORCH=$(NEWEST)
-	$(MAKE) test TORCH=$(NEWEST) ARGS="tests/fsdp tests/laws tests/discharge tests/ir tests/program tests/recorder tests/scalars tests/calls tests/state tests/walk tests/audit"
+	$(MAKE) test TORCH=$(NEWEST) ARGS="tests/fsdp tests/laws tests/discharge tests/ir tests/program tests/recorder tests/scalars tests/calls tests/state tests/walk tests/audit tests/lengths tests/late_sizes"
 
 fuzz: $(STAMP)
 	$(BIN)/python -m pytest tests/laws/test_sized_programs.py --fuzz-long
