@@ -41,6 +41,7 @@ EQUAL = (
 NEAR = "the size is hardly beyond compared ones"
 _HARDLY = 16  # by at most this part of their range
 _NEAR_CALLS = 4  # replays of so many return the time of a comparison
+_MOST_NEAR = 16  # which no one comparison settles, as sizes of several arguments: then one is made all the same
 _RUNS = 2  # observed runs with the same facts
 _MOST_RUNS = 8
 THINNEST = 8  # times `every`
@@ -263,6 +264,9 @@ class Proof:
         """
         compared = [*self.compared, *self.elsewhere]
         self.near = [each for each in (*self.near, sizes) if not _is_between(each, compared)]
+        if len(self.near) >= _MOST_NEAR:
+            self.near = []
+            return True
         compared.append(sizes)
         return sum(_is_between(each, compared) for each in self.near) >= _NEAR_CALLS
 

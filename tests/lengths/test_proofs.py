@@ -113,6 +113,16 @@ def test_calls_hardly_beyond_compared_ones_count_where_a_comparison_settles_them
     assert own.has_come_near((6,))
 
 
+def test_many_calls_hardly_beyond_compared_ones_are_enough_where_none_is_between_two_others() -> (
+    None
+):
+    own = Proof.of(100, [ROWS], [ROWS], on_cpu=True)
+    for sizes in ((8, 8), (40, 40)):
+        own.was_compared(sizes)
+    found = [own.has_come_near((41, 30 - at)) for at in range(17)]
+    assert found == [False] * 15 + [True, False] and own.near == [(41, 14)]
+
+
 def test_a_comparison_that_was_due_on_another_rank_counts() -> None:
     store, own = dist.HashStore(), proof()
     shared, other = SharedSizes(store, "step"), SharedSizes(store, "step")
