@@ -70,7 +70,8 @@ class LengthClasses:
         """The classes that a call may be in, the one with the nearest known sizes first.
 
         One of a single recording, such as a length that equals a width, comes last. Of several classes, those in whose
-        calls Python has read of the arguments what it reads of these.
+        calls Python has read of the arguments what it reads of these. A template of two recordings that were equal in
+        what this call has otherwise is dropped: further recordings make another one.
         """
         classes, shapes = self._classes.get(open_key(key), []), shapes_of(key)
         for each in classes:
