@@ -125,7 +125,7 @@ class LengthClass:
     calls do.
     apart: why passes run for each size. replays: of programs without passes. issued: the fingerprints of the
     collectives of all programs after the passes, see `program/collective_order.py`; None: they were not asked for.
-    shared: what ranks share of their comparisons; None until the first one. digest: of the op streams; "" as yet.
+    shared: what ranks share of their comparisons; None until the first one. digest: of the op streams; "" of a file.
     """
 
     tokens: int
@@ -156,8 +156,8 @@ class LengthClass:
         """What ranks share of their comparisons; there is a template."""
         if self.shared is None:
             assert self.signatures is not None and self.proof is not None
-            self.digest = self.digest or self.signatures.digest()
-            self.shared = SharedSizes.of(self.templates[0].reference, self.digest, self.proof)
+            digest = self.digest or self.signatures.digest()
+            self.shared = SharedSizes.of(self.templates[0].reference, digest, self.proof)
         return self.shared
 
     @property

@@ -280,13 +280,7 @@ class Proof:
         """Why torch may choose other ops at these sizes than at compared ones; None: it does not."""
         others = [each for each in others if _first_of(known, each) is None]
         compared = [*self.compared, *self.elsewhere]
-        below = [each for each in compared if _is_below(each, sizes)]
-        above = [each for each in compared if _is_below(sizes, each)]
-        if not any(
-            all(not (_is_below(low, other) and _is_below(other, high)) for other in others)
-            for low in below
-            for high in above
-        ):
+        if not _is_between(sizes, compared, others):
             is_near = not others and _is_near(sizes, compared)
             return NEAR if is_near else f"{sizes} is not between compared sizes"
         for at, size in enumerate(sizes):
@@ -323,10 +317,14 @@ def _is_near(sizes: Sizes, compared: Sequence[Sizes]) -> bool:
     return is_beyond
 
 
-def _is_between(sizes: Sizes, compared: Sequence[Sizes]) -> bool:
-    """Whether sizes lie between compared ones, in every symbol at once."""
-    return any(_is_below(each, sizes) for each in compared) and any(
-        _is_below(sizes, each) for each in compared
+def _is_between(sizes: Sizes, compared: Sequence[Sizes], others: Sequence[Sizes] = ()) -> bool:
+    """Whether sizes lie between two compared ones, in every symbol at once, and none of `others` does."""
+    below = [each for each in compared if _is_below(each, sizes)]
+    above = [each for each in compared if _is_below(sizes, each)]
+    return any(
+        all(not (_is_below(low, other) and _is_below(other, high)) for other in others)
+        for low in below
+        for high in above
     )
 
 

@@ -82,7 +82,7 @@ class PredictedStep(ReplayedStep):
             return self._is_rare(call)
         if call.key in self._unpredicted:
             return False
-        proof, may_be_known = classes[0].proof, False
+        shapes, proof, may_be_known = shapes_of(call.key), classes[0].proof, False
         why: str | None = "all first calls are compared"
         if proof is not None and not proof.is_hopeless:
             why, may_be_known = lengths.why_compared(call.key, classes), True
@@ -92,7 +92,7 @@ class PredictedStep(ReplayedStep):
             if not may_be_known:
                 is_rare = self._is_rare(call)
             elif why == NEAR and proof is not None and self._may_compare():
-                sizes = classes[0].sizes_of(shapes_of(call.key))
+                sizes = classes[0].sizes_of(shapes)
                 is_rare = isinstance(sizes, str) or not proof.has_come_near(sizes)
             else:
                 seldom = _EQUAL_CALLS if why == EQUAL else 1
@@ -100,7 +100,6 @@ class PredictedStep(ReplayedStep):
                 is_rare = not self._kinds.returns(call.key, enough)
             if is_rare:
                 return True
-        shapes = shapes_of(call.key)
         proven = classes[:1] if why is None else classes
         if self._must_issue_alike:
             proven = [each for each in proven if self._issued(each, shapes) is not None]

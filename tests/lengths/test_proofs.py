@@ -113,9 +113,7 @@ def test_calls_hardly_beyond_compared_ones_count_where_a_comparison_settles_them
     assert own.has_come_near((6,))
 
 
-def test_many_calls_hardly_beyond_compared_ones_are_enough_where_none_is_between_two_others() -> (
-    None
-):
+def test_many_calls_hardly_beyond_compared_ones_are_enough_where_no_one_settles_four() -> None:
     own = Proof.of(100, [ROWS], [ROWS], on_cpu=True)
     for sizes in ((8, 8), (40, 40)):
         own.was_compared(sizes)
