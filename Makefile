@@ -1,9 +1,9 @@
 # Every target does its own set-up: a machine with Python 3.11 or newer needs nothing else.
 #
 #   make test ARGS="-k resize"            arguments for pytest
+#   make test ARGS=tests                  all tests: without a path, the slow ones (marked `long`) are left out
 #   make test WORKERS=0                   in one process, without pytest-xdist
 #   make test TORCH=2.15.0                another torch, in an environment of its own: .venv-2.15.0
-#   make long                             the tests that `make test` leaves out, as they take as long as all others
 #   make newest                           what CI runs on the newest torch
 #   make fuzz                             2,000 random programs at random sizes
 #   make env PYTHON=python3.12            another interpreter   (after `make clean`)
@@ -25,16 +25,13 @@ unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test long newest fuzz lint bench env clean
+.PHONY: demo test newest fuzz lint bench env clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist loadfile --no-loadscope-reorder) $(ARGS)
-
-long:
-	$(MAKE) test ARGS="--long $(ARGS)"
 
 newest:
 	$(MAKE) demo TORCH=$(NEWEST)

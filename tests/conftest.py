@@ -1,7 +1,7 @@
 """What every test gets: snapshots, hypothesis profiles, and a check that nothing stays patched.
 
 ``--fuzz-long`` makes the property tests draw many more examples, at random; without it they draw
-the same ones every time. Without paths, tests with the mark ``long`` run with ``--long`` only.
+the same ones every time. Tests with the mark ``long`` run where a path or ``-m`` asks for them.
 """
 
 from __future__ import annotations
@@ -44,9 +44,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="property tests draw 5000 random examples each, instead of 100 fixed ones",
     )
-    parser.addoption(
-        "--long", action="store_true", help="run the tests marked `long`, and no others"
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # which has the paths as arguments in either case
         config.option.markexpr = config.workerinput["markexpr"]
     elif is_whole and not config.option.markexpr:
-        config.option.markexpr = "long" if config.getoption("--long") else "not long"
+        config.option.markexpr = "not long"
     settings.load_profile("long" if config.getoption("--fuzz-long") else "ci")
     settle_process()
     os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
