@@ -23,7 +23,7 @@ def relations(windows: Sequence[Geometry], layouts: Sequence[Any] = ()) -> Any:
     layouts = layouts or list(map(layout_of, windows))
     if len(windows) == 1:
         return layouts[0]
-    bounds = [bound for window in windows for bound in _bounds(window)]
+    bounds = [bound for window in windows for bound in (window.start, window.end)]
     return tuple(layouts), tuple(map(list(windows).index, windows)), _ranks(bounds)
 
 
@@ -50,16 +50,6 @@ def layout_of(window: Geometry) -> Any:
     few = tuple([size if size < 2 else 2 for size in window.size])
     layout = (window.is_contiguous, window.is_dense, window.overlaps)
     return few, layout, _ranks(window.stride)
-
-
-def _bounds(window: Geometry) -> tuple[int, int]:
-    """`start` and `end` of a window that is not seen again: without what is kept of each geometry."""
-    if 0 in window.size:
-        return window.start, 0
-    reach = sum(
-        [(size - 1) * stride for size, stride in zip(window.size, window.stride, strict=True)]
-    )
-    return window.start, (window.offset + reach + 1) * window.dtype.itemsize
 
 
 def _ranks(values: Sequence[int]) -> tuple[int, ...]:
