@@ -152,7 +152,7 @@ def plan(out: Out, job: Job, options: PlanOptions) -> int:
 
 def _within(sweep: Sweep) -> bool:
     """Whether any point fits in the limit of the sweep."""
-    return any(row.get("fits") for row in sweep.rows())
+    return any(row.get("fits") for row in sweep.rows(program=False))
 
 
 def _default(script: Script, key: str) -> Any:
@@ -195,7 +195,7 @@ def _show(console: Console, name: str, sweep: Sweep, limit: int | None) -> None:
         if limit is None
         else [
             label(each.point, heads[:keys])
-            for each, row in zip(sweep.plans, sweep.rows(), strict=True)
+            for each, row in zip(sweep.plans, sweep.rows(program=False), strict=True)
             if not row.get("fits", True)
         ]
     )
@@ -245,14 +245,11 @@ def _write(sweep: Sweep, job: Job, options: PlanOptions) -> list[str]:
         if options.png is not None and timed:
             title = f"{job.source}: {len(sweep.plans)} points"
             rate = f"{sweep.items}/s/rank, modelled"
-            x = (
-                "step"
-                if all(row.get("throughput") is None for row in sweep.rows())
-                else "throughput"
-            )
+            rows = sweep.rows(program=False)
+            x = "step" if all(row.get("throughput") is None for row in rows) else "throughput"
             names = {x: "step, modelled seconds" if x == "step" else rate, "device": "device bytes"}
             keys = (*sweep.axes, *names)
-            rows = [{names.get(k, k): row[k] for k in keys if k in row} for row in sweep.rows()]
+            rows = [{names.get(k, k): row[k] for k in keys if k in row} for row in rows]
             across, up = names.values()
             tradeoff_picture(rows, options.png, x=across, y=up, limit=options.limit, title=title)
         if options.html is not None:

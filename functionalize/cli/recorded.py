@@ -30,9 +30,10 @@ from functionalize.planning.time.communication import members_of
 from functionalize.step.captured_step import CapturedStep
 from functionalize.sweep.changes import change
 from functionalize.sweep.checks import check_points
+from functionalize.sweep.columns import assumptions
 from functionalize.sweep.grid import MODEL_KEYS, AcceptedKeys, Point, of
 from functionalize.sweep.plan import arguments, called, idle_dimensions, items_of, offloaded, record
-from functionalize.sweep.summary import assumptions, short
+from functionalize.sweep.summary import short
 from functionalize.util.gc_pause import only_young_collections
 
 DEFAULT_WORLD = 8  # ranks: one node of most machines

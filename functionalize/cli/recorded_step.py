@@ -16,7 +16,7 @@ from functionalize.planning.scratch.unknown import uncounted
 from functionalize.planning.timeline.program_memory import program_timeline
 from functionalize.planning.timeline.timeline import Category, Timeline
 from functionalize.program.program import Program
-from functionalize.sweep.summary import Items
+from functionalize.sweep.training import Items
 
 Say = Callable[[str], None]  # shows a status text
 

@@ -1,7 +1,8 @@
-"""The columns of a sweep's table, and the lines below it on the efficiencies that its times have.
+"""The columns of a sweep's table, and the lines below it: on the efficiencies of its times, and what is assumed.
 
     for name, head, show in COLUMNS: show(row[name])
     efficiencies([(figures.time, figures.time_range), ...])        a line per machine
+    assumptions(choices, lines, remarks)                           a line per kernel, per number read, per remark
 
 Columns in `ASKED` are shown only where the rows have them.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from functionalize.fake_world.kernel_log import Choice
 from functionalize.planning.report.display import human_bytes, human_seconds
 from functionalize.planning.report.memory import Memory
 from functionalize.planning.report.memory_figures import EAGER
@@ -81,3 +83,12 @@ def efficiencies(times: Iterable[tuple[StepTime, tuple[float, float]]]) -> list[
         )
         for where, (low, high) in found.items()
     ]
+
+
+def assumptions(
+    choices: Iterable[Choice], assumed: Iterable[str], remarks: Iterable[str] = ()
+) -> list[str]:
+    """A line for each kernel that a target runs, each line that read a number, and each remark, without duplicates."""
+    kernels = (f"assumed kernel: {c.op} -> {c.kernel}: {c.reason}" for c in choices)
+    numbers = (f"assumed: the number read {line}" for line in assumed)
+    return list(dict.fromkeys([*kernels, *numbers, *remarks]))

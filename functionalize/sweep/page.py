@@ -87,7 +87,7 @@ def write_sweep_page(path: str | Path, sweep: Sweep, title: str) -> None:
 
 def _planned(sweep: Sweep) -> tuple[str, list[_Planned]]:
     """What is drawn across, and every point with its row."""
-    rows, keys = sweep.rows(), varying(sweep)
+    rows, keys = sweep.rows(program=False), varying(sweep)
     has_rate = all(row.get("throughput") is not None for row in rows if "step" in row)
     name, across = ("throughput", f"{sweep.items}/s/rank") if has_rate else ("step", "step seconds")
     found = []

@@ -47,12 +47,14 @@ from functionalize.planning.machines.constants import declared
 from functionalize.planning.machines.files import machine_of
 from functionalize.planning.machines.machine import Machine
 from functionalize.planning.report.memory import Memory
+from functionalize.planning.time.communication import members_of
 from functionalize.program.program import Program
 from functionalize.step.captured_step import CapturedStep
 from functionalize.sweep.changes import change, modules_of
 from functionalize.sweep.checks import check_functions, check_points, world_of
 from functionalize.sweep.grid import WORLD_KEYS, AcceptedKeys, Point, of, points
-from functionalize.sweep.summary import Figures, Items, Plan, Sweep
+from functionalize.sweep.summary import Figures, Plan, Sweep, memory_of
+from functionalize.sweep.training import Items
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.text import without_numbers
 
@@ -148,12 +150,12 @@ class Planner:
 
         return sorted(range(len(every)), key=key)
 
-    def at(self, point: Point) -> Plan:
-        """Plan one point."""
+    def at(self, point: Point, timed: bool = True) -> Plan:
+        """Plan one point. timed: whether its figures are wanted, or its memory alone, for which fewer are found."""
         start = time.perf_counter()
         try:
             with only_young_collections():
-                return self._planned(point, self._settled(point), start)
+                return self._planned(point, self._settled(point), start, timed)
         except Exception as error:
             self.close()
             return Plan(point, error=_in_short(error), cause=error)
@@ -200,7 +202,7 @@ class Planner:
             change(built, **changes)
         return built
 
-    def _planned(self, point: Point, now: _Open, start: float) -> Plan:
+    def _planned(self, point: Point, now: _Open, start: float, timed: bool) -> Plan:
         assert now.captured is not None
         step, accepted = now.captured, self.accepted
         made: Any = ()
@@ -227,6 +229,9 @@ class Planner:
             ]
             return self._plan(point, now, start, remarks + offloaded(now.built, memory), memory)
         recorded, program, _ = captured
+        if not timed:
+            memory = memory_of(program, recorded, machine, members_of(program), conf)
+            return self._plan(point, now, start, [], memory)
         if point.get("passes"):
             import passes  # here, as `passes` imports `functionalize`
 

@@ -25,12 +25,12 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from functionalize.errors import PlanError
 from functionalize.fake_world.kernel_log import Choice
@@ -46,26 +46,17 @@ from functionalize.planning.time.communication import Traffic, communication, me
 from functionalize.planning.time.compute import Work, compute
 from functionalize.planning.time.step_time import StepTime, step_time, time_range
 from functionalize.program.program import Program
-from functionalize.sweep.columns import ASKED, COLUMNS, Column, efficiencies, levels_row
+from functionalize.sweep.columns import (
+    ASKED,
+    COLUMNS,
+    Column,
+    assumptions,
+    efficiencies,
+    levels_row,
+)
 from functionalize.sweep.grid import Point
-from functionalize.sweep.training import Training
+from functionalize.sweep.training import Items, Training
 from functionalize.util.text import counted
-
-
-class Items(NamedTuple):
-    """What a rank trains on in one step.
-
-    kind: "tokens" or "samples". ranks: how many ranks train on the same ones. world: the number of all ranks.
-    """
-
-    number: int
-    kind: str
-    ranks: int = 1
-    world: int = 1
-
-    def rate(self, seconds: float) -> float | None:
-        """Items per second and rank of a step of so many seconds."""
-        return self.number / self.ranks / seconds if seconds else None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -98,8 +89,7 @@ class Figures:
         """Must be called inside the world of the program."""
         program.evaluate()
         members = members_of(program)
-        constants = declared(machine, len(members))
-        memory = recorded.after(program, constants, Settings.parse(alloc_conf))
+        memory = memory_of(program, recorded, machine, members, alloc_conf)
         return Figures(program, memory, machine, members, items, replay)
 
     @cached_property
@@ -135,10 +125,9 @@ class Figures:
 
     @cached_property
     def row(self) -> dict[str, Any]:
-        """The figures as numbers: bytes, FLOPs, seconds."""
+        """The figures as numbers, without the program's memory: bytes, FLOPs, seconds."""
         return {
             **levels_row(self.memory),
-            "program": self.memory.timeline(PROGRAM).peak,
             "collectives": sum(row.count for row in self.traffic),
             "sent": sum(row.sent for row in self.traffic),
             "flops": self.time.flops,
@@ -150,9 +139,22 @@ class Figures:
         }
 
     @property
+    def program_peak(self) -> int:
+        """The most requested bytes of a replay; its timeline is made when it is first asked for."""
+        return self.memory.timeline(PROGRAM).peak
+
+    @property
     def throughput(self) -> float | None:
         """Items per second and rank, modelled; None where `inputs` returns no tensor."""
         return self.items.rate(self.time.seconds) if self.items is not None else None
+
+
+def memory_of(
+    program: Program, recorded: StepMemory, machine: Machine, members: Sized, alloc_conf: str = ""
+) -> StepMemory:
+    """The memory of a step, with what a machine's context and process groups need. members: of its groups, by name."""
+    constants = declared(machine, len(members))
+    return recorded.after(program, constants, Settings.parse(alloc_conf))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -188,8 +190,8 @@ class Plan:
 class PlansPoints(Protocol):
     """The methods of the planner that a sweep uses to plan more points."""
 
-    def at(self, point: Point) -> Plan:
-        """Plan one point."""
+    def at(self, point: Point, timed: bool = True) -> Plan:
+        """Plan one point. timed: whether its figures are wanted, or its memory alone."""
         ...
 
 
@@ -221,9 +223,16 @@ class Sweep:
         """The same plans with the days and the cost of a training run."""
         return replace(self, training=training)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """A dict per point: its keys, its figures or its `error`, and the seconds that planning took."""
-        return [_row(each, self.limit, self.training) for each in self.plans]
+    def rows(self, program: bool = True) -> list[dict[str, Any]]:
+        """A dict per point: its keys, its figures or its `error`, and the seconds that planning took.
+
+        program: whether to have the peak of each program, or only of those after passes.
+        """
+        rows = [_row(each, self.limit, self.training) for each in self.plans]
+        for each, row in zip(self.plans, rows, strict=True):
+            if each.figures is not None and (program or each.figures.replay):
+                row["program"] = each.figures.program_peak
+        return rows
 
     def to_json(self) -> str:
         """The rows as JSON, with the categories at eager's peak, the choices of kernels, and the range of the time."""
@@ -253,10 +262,7 @@ class Sweep:
     def cells(self) -> list[list[str]]:
         """The table: a row of heads, then one per point."""
         axes = [axis for axis in self.axes if len({str(p.point[axis]) for p in self.plans}) > 1]
-        axes, rows = axes or list(self.axes), self.rows()
-        for each, row in zip(self.plans, rows, strict=True):
-            if not each.point.get("passes"):  # eager alone runs there
-                row.pop("program", None)
+        axes, rows = axes or list(self.axes), self.rows(program=False)
         columns = [c for c in COLUMNS if c[0] not in ASKED or any(c[0] in row for row in rows)]
         heads = [*axes, *(head.replace("items", self.items) for _, head, _ in columns)]
         both = zip(self.plans, rows, strict=True)
@@ -327,7 +333,7 @@ class Sweep:
         with self.searching() as planner:
 
             def fits(value: int) -> bool:
-                tried = planner.at({**point, key: value})
+                tried = planner.at({**point, key: value}, timed=False)
                 if tried.memory is None:
                     raise PlanError(
                         f"{key} {value} cannot be planned: {tried.error}"
@@ -344,15 +350,6 @@ class Sweep:
                 middle = (low + high) // 2
                 low, high = (middle, high) if fits(middle) else (low, middle)
             return low
-
-
-def assumptions(
-    choices: Iterable[Choice], assumed: Iterable[str], remarks: Iterable[str] = ()
-) -> list[str]:
-    """A line for each kernel that a target runs, each line that read a number, and each remark, without duplicates."""
-    kernels = (f"assumed kernel: {c.op} -> {c.kernel}: {c.reason}" for c in choices)
-    numbers = (f"assumed: the number read {line}" for line in assumed)
-    return list(dict.fromkeys([*kernels, *numbers, *remarks]))
 
 
 def _check_limit(limit: Any) -> None:

@@ -1,5 +1,6 @@
-"""What training on a number of tokens takes, at the modelled throughput of a point.
+"""What a step trains on, and what training on a number of tokens takes, at the modelled throughput of a point.
 
+    Items(8192, "tokens").rate(seconds)      per second and rank
     run = Training(tokens=15e12, price=2.5)
     run.days(throughput, world)       days; throughput: tokens per second and rank
     run.cost(throughput)              in the currency of the price; None without a price
@@ -12,8 +13,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from functionalize.errors import PlanError
+
+
+class Items(NamedTuple):
+    """What a rank trains on in one step.
+
+    kind: "tokens" or "samples". ranks: how many ranks train on the same ones. world: the number of all ranks.
+    """
+
+    number: int
+    kind: str
+    ranks: int = 1
+    world: int = 1
+
+    def rate(self, seconds: float) -> float | None:
+        """Items per second and rank of a step of so many seconds."""
+        return self.number / self.ranks / seconds if seconds else None
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from functionalize.planning.report.memory_figures import EAGER, MemoryFigures
 from functionalize.sweep.checks import target_on
 from functionalize.sweep.grid import AcceptedKeys, of
 from functionalize.sweep.plan import Planner, arguments, called
-from functionalize.sweep.summary import Figures, Items
+from functionalize.sweep.summary import Figures
+from functionalize.sweep.training import Items
 from functionalize.tuning.choices import LayerChoice, frontier
 from functionalize.tuning.compose import StepNumbers
 from functionalize.tuning.pieces import LayerPiece, recording

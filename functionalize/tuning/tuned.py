@@ -22,8 +22,8 @@ from typing import Any
 
 from functionalize.planning.report.display import human_bytes, human_seconds
 from functionalize.planning.report.memory_figures import EAGER, PROGRAM
-from functionalize.sweep.columns import COLUMNS, efficiencies
-from functionalize.sweep.summary import Plan, assumptions
+from functionalize.sweep.columns import COLUMNS, assumptions, efficiencies
+from functionalize.sweep.summary import Plan
 from functionalize.sweep.training import Training
 from functionalize.tuning.policy import EagerPolicy, counted_policies
 from functionalize.tuning.search import Candidate, frontier_of

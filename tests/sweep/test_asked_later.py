@@ -10,6 +10,7 @@ from torch import fx
 
 import functionalize as fz
 from functionalize.errors import MemoryReportError
+from functionalize.lifetimes import step_memory
 from functionalize.planning.machines.presets import MACHINES
 from functionalize.planning.timeline import program_memory
 from functionalize.planning.timeline.program_memory import program_timeline
@@ -60,7 +61,10 @@ def test_figures_need_no_purposes_and_no_provenance(kinds: str) -> None:
             ):
                 patch.setattr(module, name, refuse)
             figures = Figures.of(step.program, step.memory, MACHINES["h100"])
-            assert figures.row["program"] == max(expected.bytes)
+            with pytest.MonkeyPatch.context() as no_timeline:
+                no_timeline.setattr(step_memory, "program_timeline", refuse)
+                assert figures.row["peak"] > 0 and figures.memory.uncounted is None
+            assert figures.program_peak == max(expected.bytes)
             found = program_timeline(step.program, step.memory.input_categories)
             assert found.bytes == expected.bytes
             with pytest.raises(AssertionError, match="not asked for"):

@@ -16,8 +16,11 @@ from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
 from functionalize.errors import PlanError, WorldError
+from functionalize.lifetimes import step_memory
 from functionalize.planning.machines.presets import MACHINES
 from functionalize.planning.report.memory_figures import EAGER
+from functionalize.program import executable
+from functionalize.sweep import summary
 from tests.ranks import run_on_ranks
 from tests.steps import train
 from tests.sweep.blocks import WIDTH, Block
@@ -51,7 +54,7 @@ def on_real_ranks(layers: int, batch: int) -> tuple[int, int]:
 def test_the_peak_is_that_of_real_ranks():
     (real, *_) = run_on_ranks(on_real_ranks, 3, 4)
     (plan,) = planned(world=2, layers=3).plans
-    assert (plan.figures.row["peak"], plan.figures.row["program"]) == real
+    assert (plan.figures.row["peak"], plan.figures.program_peak) == real
 
 
 def test_a_grid_in_order():
@@ -229,6 +232,19 @@ def test_settings_of_the_allocator():
         grid={"alloc_conf": ["", "expandable_segments:True"]},
     ).rows()
     assert rows[0]["reserved"] != rows[1]["reserved"]
+
+
+def test_the_search_for_the_largest_models_no_times(monkeypatch):
+    def refuse(*given, **named):
+        raise AssertionError("not asked for")
+
+    sweep = planned(world=2, batch=1)
+    for name in ("program_timeline", "evaluate", "step_time"):
+        for module in (step_memory, executable, summary):
+            monkeypatch.setattr(module, name, refuse, raising=False)
+    assert sweep.largest("batch", 1e9, most=8) == 8
+    with pytest.raises(AssertionError, match="not asked for"):
+        planned(world=2, batch=1)
 
 
 def test_the_largest_that_fits():

@@ -149,36 +149,42 @@ class MemoryFigures:
 
     def timeline(self, of: str | None = None) -> Timeline:
         """The timeline of that name; None: the program's, else eager's. Raises `MemoryReportError` if it is missing."""
-        name = of or (PROGRAM if self.program is not None or self.eager is None else EAGER)
-        if name not in self.timelines:
+        name = self._name(of)
+        found: Timeline | None = getattr(self, name) if name in (EAGER, PROGRAM) else None
+        if found is None:
             there = " and ".join(self.timelines) or "none"
             raise MemoryReportError(
                 f"no timeline `{name}` in this report, there is {there}: capture the step with "
                 "`fz.capture(step, memory=True)`, or give `program_timeline(program)`"
             )
-        return self.timelines[name]
+        return found
+
+    @cached_property
+    def _known(self) -> dict[Any, Any]:
+        """The peaks, levels and fits that have been found, by what was asked."""
+        return {}
 
     @property
     def peak(self) -> int:
         """The most requested bytes that are live at once."""
         return self.timeline().peak
 
-    @cached_property
-    def _peaks(self) -> dict[str, Peak]:
-        return {name: Peak.of(timeline) for name, timeline in self.timelines.items()}
-
     def peak_of(self, of: str | None = None) -> Peak:
         """The peak of a timeline: its event, its op, the live allocations."""
-        return self._peaks[self._name(of)]
+        name = self._name(of)
+        if ("peak", name) not in self._known:
+            self._known["peak", name] = Peak.of(self.timeline(name))
+        found: Peak = self._known["peak", name]
+        return found
 
     def _name(self, of: str | None) -> str:
-        timeline = self.timeline(of)
-        return next(name for name, each in self.timelines.items() if each is timeline)
+        """The name of a timeline; None: of the program's, else of eager's. A timeline is made when it is read."""
+        return of or (PROGRAM if self.program is not None or self.eager is None else EAGER)
 
     @property
     def uncounted(self) -> str | None:
         """A line on the ops whose scratch is not known, for which no bytes are counted; None if there are none."""
-        found = next((t.uncounted for t in self.timelines.values() if t.uncounted), {})
+        found = self.timeline(EAGER if self.eager is not None else PROGRAM).uncounted
         calls = (f"{name} ({counted(count, 'call')})" for name, count in found.items())
         return f"scratch not known, and not counted: {', '.join(calls)}" if found else None
 
@@ -187,21 +193,22 @@ class MemoryFigures:
     def levels(self, of: str | None = None) -> Levels:
         """The peak at each level; raises `PlannedOutOfMemoryError` if the settings have a limit that is too small."""
         name = self._name(of)
-        if name not in self._known_levels:
-            timeline = self.timelines[name]
+        if ("levels", name) not in self._known:
+            timeline = self.timeline(name)
             constants = sum(constant.nbytes for constant in self.constants)
             rounded = reserved = timeline.peak
             if self.caching:
                 rounded = max(allocated(timeline), default=0)
                 reserved = self.simulated(name).peak
-            self._known_levels[name] = Levels(timeline.peak, rounded, reserved, constants)
-        return self._known_levels[name]
+            self._known["levels", name] = Levels(timeline.peak, rounded, reserved, constants)
+        found: Levels = self._known["levels", name]
+        return found
 
     def simulated(self, of: str | None = None, settings: Settings | None = None) -> Reserved:
         """What the caching allocator reserves after each event. settings: in place of this report's."""
         name = self._name(of)
         streams = self.stream_of if name == EAGER else None  # a program allocates on one stream
-        return simulate(self.timelines[name], settings or self.settings, streams)
+        return simulate(self.timeline(name), settings or self.settings, streams)
 
     def held(self, of: str | None = None, limit: float | None = None) -> list[int]:
         """What the device holds after each event: reserved and declared bytes; at a limit that it fits in, as `fit`."""
@@ -209,19 +216,16 @@ class MemoryFigures:
         constants = self.levels(name).constants
         if limit is not None and self.fit(limit, name).refused is None:
             settings = replace(settings or Settings(), limit=int(limit) - constants)
-        found = self.simulated(name, settings).bytes if self.caching else self.timelines[name].bytes
+        found = self.simulated(name, settings).bytes if self.caching else self.timeline(name).bytes
         return [nbytes + constants for nbytes in found]
 
     def fit(self, limit: float, of: str | None = None) -> Fit:
         """Whether a device of `limit` bytes can run the step."""
         key = limit, self._name(of)
-        if key not in self._known_fits:
-            self._known_fits[key] = self._fit(*key)
-        return self._known_fits[key]
-
-    @cached_property
-    def _known_fits(self) -> dict[tuple[float, str], Fit]:
-        return {}
+        if key not in self._known:
+            self._known[key] = self._fit(*key)
+        found: Fit = self._known[key]
+        return found
 
     def _fit(self, limit: float, of: str) -> Fit:
         levels = self.levels(of)
@@ -240,10 +244,6 @@ class MemoryFigures:
         except PlannedOutOfMemoryError as error:
             beside = f" ({human_bytes(levels.constants)} of the device's are declared constants)"
             return Fit(levels.device, f"{error}{beside if levels.constants else ''}")
-
-    @cached_property
-    def _known_levels(self) -> dict[str, Levels]:
-        return {}
 
     # -- the peak, broken down ---------------------------------------------------------------------
 
@@ -283,8 +283,7 @@ class MemoryFigures:
 
     def difference(self) -> Difference:
         """Why the two peaks differ. Storages of the same category, size and padding are matched one to one."""
-        self.timeline(EAGER), self.timeline(PROGRAM)
-        eager, program = self._peaks[EAGER], self._peaks[PROGRAM]
+        eager, program = self.peak_of(EAGER), self.peak_of(PROGRAM)
         every = [c for c in Category if c in eager.categories or c in program.categories]
         changes = (
             CategoryChange(c, eager.categories.get(c, 0), program.categories.get(c, 0))
@@ -316,7 +315,7 @@ class MemoryFigures:
         return found
 
     def _json(self, name: str, k: int, stacked: bool) -> dict[str, Any]:
-        timeline, levels, peak = self.timelines[name], self.levels(name), self._peaks[name]
+        timeline, levels, peak = self.timeline(name), self.levels(name), self.peak_of(name)
         found: dict[str, Any] = {
             "levels": {**levels._asdict(), "device": levels.device},
             "peak": {
