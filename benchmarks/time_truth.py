@@ -1,11 +1,12 @@
 """Seconds of eight real steps on two gloo ranks, against what a plan says from a calibration of this machine alone.
 
-    python -m benchmarks.time_truth [--each 0.1] [--runs 12] [--file machine.json] [--json]
+    python -m benchmarks.time_truth [--passes 5] [--each 0.1] [--runs 40] [--json]
 
-The calibration comes first, then the plans, then the measurements: nothing of these steps is in the machine. Both ranks
-are busy in all three. `--file` takes an earlier calibration. The parts of a prediction: kernels, collectives, and the
-host (eager's dispatch and FSDP2's hooks, or a replay's nodes). Page faults are not modelled: the C library returns
-freed memory to the system, and the next step gets it back as new pages.
+The ranks calibrate and measure the steps in turn, in passes, since the speed of a machine varies from minute to minute;
+medians of all passes are compared. Nothing of these steps is in the machine, and they are planned at the end. The parts
+of a prediction: kernels, collectives, and the host (eager's dispatch and FSDP2's hooks, or a replay's nodes). Page
+faults are not modelled: glibc returns freed memory to the system, and the next step gets it back as new pages. Here it
+keeps it, as allocators for training do (jemalloc, tcmalloc), unless the environment says otherwise.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import resource
 import statistics
 import tempfile
@@ -30,7 +32,9 @@ import functionalize as fz
 from benchmarks.capture import VOCABULARY
 from benchmarks.machine import machine as about
 from benchmarks.step_time import WAYS, Subject
-from functionalize.planning.machines.files import read_machine
+from functionalize.calibration.calibrate import LARGEST, Calibration
+from functionalize.calibration.tiny_steps import STEPS as TINY_STEPS
+from functionalize.planning.machines.files import read_machine, write_machine
 from functionalize.planning.machines.machine import Machine
 from functionalize.planning.time.step_time import step_time
 
@@ -46,6 +50,9 @@ STEPS = (
     ("Llama, width 128", LLAMA, "default"),
     ("GPT-2, width 256", GPT2, "eager"),
 )
+
+# Of glibc: which free memory it returns, and how large requests are that it maps on their own (32 MiB at most).
+_KEEP = {"MALLOC_TRIM_THRESHOLD_": 1 << 36, "MALLOC_MMAP_THRESHOLD_": 1 << 25}
 
 
 def predicted(subject: Subject, way: str, machine: Machine) -> dict[str, float]:
@@ -74,28 +81,33 @@ def predicted(subject: Subject, way: str, machine: Machine) -> dict[str, float]:
     }
 
 
-def measured(rank: int, folder: str, runs: int) -> None:
-    """One rank: median seconds and page faults of each step; the first rank writes them."""
+def measured(rank: int, folder: str, passes: int, each: float, runs: int) -> None:
+    """One rank: calibrates and measures the steps in turn; the first writes the machine, and medians of the steps."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    found = []
-    for _, subject, way in STEPS:
-        step = WAYS[way](subject, "cpu")
-        tokens = torch.randint(VOCABULARY, (subject.batch, subject.sequence))
-        times: list[float] = []
-        faults: list[int] = []
-        for i in range(-6, runs):
-            dist.barrier()
-            before, start = _page_faults(), time.perf_counter()
-            step(tokens).item()
-            if i >= 0:
-                times.append(time.perf_counter() - start)
-                faults.append(_page_faults() - before)
-        found.append((statistics.median(times), statistics.median(faults)))
+    steps = [WAYS[way](subject, "cpu") for _, subject, way in STEPS]
+    tokens = [torch.randint(VOCABULARY, (s.batch, s.sequence)) for _, s, _ in STEPS]
+    times: list[list[float]] = [[] for _ in STEPS]
+    faults: list[list[float]] = [[] for _ in STEPS]
+    calibration = Calibration("cpu", each / passes, LARGEST["cpu"], steps=TINY_STEPS // passes)
+    for _ in range(passes):
+        write_machine(f"{folder}/{rank}.json", calibration.measure())
+        for step, batch, seconds, pages in zip(steps, tokens, times, faults, strict=True):
+            for i in range(-6, runs // passes):
+                dist.barrier()
+                before, start = _page_faults(), time.perf_counter()
+                step(batch).item()
+                if i >= 0:
+                    seconds.append(time.perf_counter() - start)
+                    pages.append(_page_faults() - before)
     if rank == 0:
-        Path(folder, "measured.json").write_text(json.dumps(found))
+        both = zip(times, faults, strict=True)
+        medians = [
+            (statistics.median(seconds), statistics.median(pages)) for seconds, pages in both
+        ]
+        Path(folder, "measured.json").write_text(json.dumps(medians))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -105,23 +117,23 @@ def _page_faults() -> int:
 
 
 def main() -> None:
-    """Calibrate, plan, measure, and print."""
+    """Calibrate and measure in turn, plan, and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    parser.add_argument("--passes", type=int, default=5)
     parser.add_argument("--each", type=float, default=0.1)
-    parser.add_argument("--runs", type=int, default=12)
-    parser.add_argument("--file")
+    parser.add_argument("--runs", type=int, default=40)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    for name, nbytes in _KEEP.items():
+        os.environ.setdefault(name, str(nbytes))  # read by the ranks, when they start
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    start = time.perf_counter()
-    machine = read_machine(args.file) if args.file else fz.calibrate(each=args.each)
-    taken = time.perf_counter() - start
-    plans = [predicted(subject, way, machine) for _, subject, way in STEPS]
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measured, (folder, args.runs), nprocs=2)
+        mp.spawn(measured, (folder, args.passes, args.each, args.runs), nprocs=2)
+        machine = read_machine(f"{folder}/0.json")
         found = json.loads(Path(folder, "measured.json").read_text())
+    plans = [predicted(subject, way, machine) for _, subject, way in STEPS]
     rows = [
         {
             "step": name,
@@ -134,9 +146,11 @@ def main() -> None:
         for (name, _, way), plan, (real, faults) in zip(STEPS, plans, found, strict=True)
     ]
     if args.json:
-        print(json.dumps({"machine": about(), "calibrated in": taken, "steps": rows}, indent=2))
+        assert machine.host is not None
+        found = {"machine": about(), "passes": args.passes, "host": machine.host._asdict()}
+        print(json.dumps({**found, "steps": rows}, indent=2))
         return
-    print(f"{about()}; calibrated in {taken:.0f} s\n")
+    print(f"{about()}; {args.passes} passes\n")
     parts = ("kernels", "collectives", "host", "measured")
     print(f"| step | way | modelled | {' | '.join(parts)} | error | page faults |")
     print("| --- " * (len(parts) + 5) + "|")

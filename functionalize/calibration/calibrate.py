@@ -5,10 +5,10 @@
 
 On a machine with CUDA: one process for each GPU, over NCCL (`device="cuda"`).
 
-    overhead                     an op on four floats, called from Python
+    overhead                     an op on four floats, called from Python as a method
     curves, peaks                `probes.py`: each kind at several sizes; the peak is the largest rate of a kind
     host_memory_bandwidth        a sum of two tensors of the host, of the size of the largest probe
-    link_bandwidth, latency      all-gather, reduce-scatter, all-reduce of the two sizes and more, of all ranks
+    link_bandwidth, latency      all-gather, reduce-scatter, all-reduce of several sizes, of buffers that take turns
     host                         `tiny_steps.py`; on a GPU the host is taken as never late
 
 The measured link is that between these ranks: on several nodes add what connects them by `dataclasses.replace`. Memory,
@@ -35,9 +35,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from functionalize.calibration.curves import Sample, curve_of, rates
-from functionalize.calibration.probes import aten, matmuls, probes
+from functionalize.calibration.probes import aten, matmuls, probes, sets_of
 from functionalize.calibration.timing import Clock
-from functionalize.calibration.tiny_steps import DEPTHS, host_of
+from functionalize.calibration.tiny_steps import DEPTHS, STEPS, TinySteps, host_of
 from functionalize.ctrl_c import held_back, let_through
 from functionalize.errors import PlanError
 from functionalize.planning.machines.efficiency import (
@@ -54,7 +54,7 @@ from functionalize.planning.machines.files import read_machine, write_machine
 from functionalize.planning.machines.machine import HOPPER, Machine
 
 _BY_FLOPS = (MATMUL, ATTENTION, ATTENTION_BACKWARD)
-_LARGEST = {"cpu": 1 << 25, "cuda": 1 << 30}  # bytes of the tensors of a probe
+LARGEST = {"cpu": 1 << 25, "cuda": 1 << 30}  # bytes of the tensors of a probe
 Say = Callable[[str], None]
 
 
@@ -64,21 +64,25 @@ def calibrate(
     ranks: int | None = None,
     device: str | None = None,
     each: float = 0.1,
+    passes: int = 3,
     largest: int | None = None,
     say: Say = lambda text: None,
 ) -> Machine:
     """Measure this machine; write the result to a file for `machine=` and `--machine`.
 
     ranks: processes that measure together; None: two on a CPU, one for each GPU. device: "cpu" or "cuda"; None: CUDA
-    where there is one. each: seconds of one measurement, of some 100. largest: bytes of the largest probe. say: reports
-    progress. Raises `PlanError`; `SaveError` if the file cannot be written.
+    where there is one. each: seconds of one measurement, of some 100, in all passes. passes: over all measurements,
+    of which the medians count, as the speed of a machine varies from minute to minute. largest: bytes of the largest
+    probe. say: reports progress. Raises `PlanError`; `SaveError` if the file cannot be written.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in _LARGEST:
+    if device not in LARGEST:
         raise PlanError(f"`device` is cpu or cuda, not {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
         raise PlanError("there is no CUDA device here: calibrate with device cpu")
     count = ranks if ranks is not None else torch.cuda.device_count() if device == "cuda" else 2
+    if passes < 1:
+        raise PlanError(f"`passes` is 1 or more, not {passes}")
     if count < 2:
         raise PlanError(f"a calibration needs two ranks to measure their link, not {count}")
     if dist.is_available() and dist.is_initialized():
@@ -86,7 +90,7 @@ def calibrate(
     say(f"measuring with {count} ranks on {device}")
     with tempfile.TemporaryDirectory() as folder:
         result = f"{folder}/machine.json"
-        options = (count, folder, device, each, largest or _LARGEST[device], result)
+        options = (count, folder, device, each, passes, largest or LARGEST[device], result)
         _run(options, count)
         machine = read_machine(result)
     if path is not None:
@@ -110,7 +114,14 @@ def _run(options: tuple[Any, ...], count: int) -> None:
 
 
 def _rank(
-    rank: int, ranks: int, folder: str, device: str, each: float, largest: int, result: str
+    rank: int,
+    ranks: int,
+    folder: str,
+    device: str,
+    each: float,
+    passes: int,
+    largest: int,
+    result: str,
 ) -> None:
     """One rank of the calibration; the first writes the result."""
     let_through()
@@ -123,7 +134,9 @@ def _rank(
         "nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=ranks
     )
     try:
-        machine = measured(device, each, largest)
+        calibration = Calibration(device, each / passes, largest, steps=max(STEPS // passes, 1))
+        for _ in range(passes):
+            machine = calibration.measure()
         if rank == 0:
             write_machine(result, machine)
         dist.barrier()
@@ -131,13 +144,41 @@ def _rank(
         dist.destroy_process_group()
 
 
-def measured(device: str, each: float, largest: int, depths: tuple[int, int] = DEPTHS) -> Machine:
-    """The machine, measured by all ranks of the process group. depths: of the tiny steps of `host_of`."""
-    clock = Clock(device, each)
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    few = torch.ones(4, device=device)
-    with torch.no_grad():
-        overhead = clock.seconds([lambda: aten.add(few, few)])
+class Calibration:
+    """The measurements of a machine by all ranks of the process group, in passes over all of them.
+
+    each: seconds of one measurement in a pass. largest: bytes of the largest probe. depths: of the tiny steps. steps:
+    of each of these in a pass.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        each: float,
+        largest: int,
+        depths: tuple[int, int] = DEPTHS,
+        steps: int = STEPS,
+    ) -> None:
+        self._clock, self._largest = Clock(device, each), largest
+        self._tiny = TinySteps.made(device, depths) if device == "cpu" else None
+        self._steps = steps
+
+    def measure(self) -> Machine:
+        """Make one more pass: the machine by the medians of all passes so far."""
+        clock = self._clock
+        clock.begin()
+        with torch.no_grad():
+            machine = self._kernels_and_links()
+        if self._tiny is not None:
+            machine = replace(machine, host=host_of(clock, machine, self._tiny, self._steps))
+        return machine
+
+    def _kernels_and_links(self) -> Machine:
+        clock, device, largest = self._clock, self._clock.device, self._largest
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        few = torch.ones(4, device=device)
+        overhead = clock.seconds([lambda: few + few])
+        call = clock.seconds([lambda: aten.add(few, few)])  # as the probes call their ops
         by_kind: dict[str, list[Sample]] = {}
         for probe in probes(device, dtype, largest):
             seconds = clock.seconds(probe.calls) / len(probe.calls)
@@ -146,7 +187,7 @@ def measured(device: str, each: float, largest: int, depths: tuple[int, int] = D
         other = torch.bfloat16 if device == "cpu" else torch.float32
         matrices = max(
             rate
-            for probe in matmuls(device, other, largest)
+            for probe in matmuls(device, other, largest, most=2)
             for _, rate in rates(
                 [Sample(probe.size, probe.size, clock.seconds(probe.calls) / len(probe.calls))],
                 overhead,
@@ -156,20 +197,16 @@ def measured(device: str, each: float, largest: int, depths: tuple[int, int] = D
         host_memory = 3.0 * largest / clock.seconds([partial(aten.add, *buffers)])
         del buffers
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # deprecations of c10d's functions, which FSDP2 calls too
+            # deprecations of c10d's functions, which FSDP2 calls too
+            warnings.simplefilter("ignore")
             latency, link, sending = _collectives(clock, largest)
-    found = {kind: rates(samples, overhead) for kind, samples in by_kind.items()}
-    machine = _machine(found, sending, overhead, latency, link, device)
-    machine = replace(
-        machine,
-        host_memory_bandwidth=host_memory,
-        **_rates(machine.flops, matrices, dtype, other),
-    )
-    if device == "cpu":
-        machine = replace(machine, host=host_of(clock, machine, depths))
-    return machine
+        found = {kind: rates(samples, call) for kind, samples in by_kind.items()}
+        machine = _machine(found, sending, overhead, latency, link, device)
+        return replace(
+            machine,
+            host_memory_bandwidth=host_memory,
+            **_rates(machine.flops, matrices, dtype, other),
+        )
 
 
 def _rates(own: float, others: float, dtype: torch.dtype, other: torch.dtype) -> dict[str, Any]:
@@ -190,15 +227,27 @@ def _collectives(
     samples: dict[str, list[Sample]] = {}
     count = 256
     while 4 * count * ranks <= largest // 2:
-        part, whole = (torch.zeros(n, device=device) for n in (count, count * ranks))
+        buffers = [
+            (torch.zeros(count, device=device), torch.zeros(count * ranks, device=device))
+            for _ in range(sets_of(largest, 4 * count * ranks, most=16))
+        ]
         sent = 4.0 * count * (ranks - 1)
-        calls: dict[str, tuple[float, Callable[[], Any]]] = {
-            "all-gather": (sent, partial(dist.all_gather_into_tensor, whole, part)),
-            "reduce-scatter": (sent, partial(dist.reduce_scatter_tensor, part, whole)),
-            "all-reduce": (2 * sent / ranks, partial(dist.all_reduce, part)),
+        calls: dict[str, tuple[float, list[Callable[[], Any]]]] = {
+            "all-gather": (
+                sent,
+                [partial(dist.all_gather_into_tensor, whole, part) for part, whole in buffers],
+            ),
+            "reduce-scatter": (
+                sent,
+                [partial(dist.reduce_scatter_tensor, part, whole) for part, whole in buffers],
+            ),
+            "all-reduce": (
+                2 * sent / ranks,
+                [partial(dist.all_reduce, part) for part, _ in buffers],
+            ),
         }
-        for kind, (nbytes, call) in calls.items():
-            seconds = clock.seconds([call], most=400)
+        for kind, (nbytes, each) in calls.items():
+            seconds = clock.seconds(each, most=400 // len(each)) / len(each)
             samples.setdefault(kind, []).append(Sample(nbytes, nbytes, seconds))
         count *= 4
     latency = min(each.seconds for found in samples.values() for each in found)

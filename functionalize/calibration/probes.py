@@ -5,17 +5,18 @@
     matmul       x @ w.t(), g @ w, g.t() @ x of m rows and width 4 m, as a linear layer has them in a training step
     attention    causal, of 4 heads, 512 rows in all, by length; forward and backward
     others       the bytes that the op reads and writes, as `costs.moved` counts them
-    cold ones    pointwise ops and copies take turns at tensors of `largest` bytes and more (of at most 512 sets), so
-                 that no cache has what a call reads, as for most values of a training step
 
+The calls of a probe take turns at tensors of `largest` bytes together (of at most 512 sets), so that no cache has what
+a call reads, as for most values of a training step. Lookups have a table that is larger than what they read of it.
 Every call runs an ATen op alone: no autograd, no module. The calls of a probe are of one kind and about one size.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ aten = torch.ops.aten
 Call = Callable[[], Any]
 _ROWS, _WIDTH = 512, 32  # of the attention probes: rows in all, channels of a head
 _ROW = 256  # elements of a row in norms, reductions and lookups
-_MOST_SETS = 512  # of tensors of a cold probe: a round of small calls would take too long
+_MOST_SETS = 512  # of tensors of a probe: a run of small calls would take too long
 
 
 @dataclass(frozen=True)
@@ -60,31 +61,39 @@ def probes(device: str, dtype: torch.dtype, largest: int) -> Iterator[Probe]:
     for kind, make in _BY_BYTES.items():
         count = 1 << 10
         while 8 * count * dtype.itemsize <= largest:
-            sets = 1
-            if kind in _COLD:
-                sets = min(max(largest // (count * dtype.itemsize), 1), _MOST_SETS)
+            sets = 1 if kind == LOOKUP else sets_of(largest, count * dtype.itemsize)
             made = [make(count, device, dtype) for _ in range(sets)]
             calls, nbytes = [call for each, _ in made for call in each], sum(n for _, n in made)
             yield Probe(kind, nbytes / len(calls), nbytes, calls, dtype)
             count *= 4
 
 
-def matmuls(device: str, dtype: torch.dtype, largest: int) -> Iterator[Probe]:
-    """The products of a linear layer, by FLOPs."""
-    rows = 8
-    while 3 * 16 * rows * rows * dtype.itemsize <= largest and rows <= (
+def sets_of(largest: int, nbytes: int, most: int = _MOST_SETS) -> int:
+    """How many sets of tensors a probe takes turns at. nbytes: of one of them."""
+    return min(max(largest // nbytes, 1), most)
+
+
+def matmuls(device: str, dtype: torch.dtype, largest: int, most: int = 99) -> Iterator[Probe]:
+    """The products of a linear layer, by FLOPs. most: how many sizes, of the largest."""
+    sizes, rows = [], 8
+    while 48 * rows * rows * dtype.itemsize <= largest and rows <= (
         384 if device == "cpu" else 4096
     ):
-        x, w = _random(device, dtype, rows, 4 * rows), _random(device, dtype, 4 * rows, 4 * rows)
-        g = _random(device, dtype, rows, 4 * rows)
-        calls = (
-            partial(aten.mm, x, w.t()),
-            partial(aten.mm, g, w),
-            partial(aten.mm, g.t(), x),
-        )
-        flops = 2.0 * rows * (4 * rows) ** 2
-        yield Probe(MATMUL, flops, 3 * flops, calls, dtype)
+        sizes.append(rows)
         rows = rows * 2 if rows < 256 else rows * 3 // 2
+    for rows in sizes[-most:]:
+        wide = 4 * rows
+        calls: list[Call] = []
+        for _ in range(sets_of(largest, 24 * rows * rows * dtype.itemsize)):
+            x, g = _random(device, dtype, rows, wide), _random(device, dtype, rows, wide)
+            w = _random(device, dtype, wide, wide)
+            calls += (
+                partial(aten.mm, x, w.t()),
+                partial(aten.mm, g, w),
+                partial(aten.mm, g.t(), x),
+            )
+        flops = 2.0 * rows * wide**2
+        yield Probe(MATMUL, flops, len(calls) * flops, calls, dtype)
 
 
 def _attention(device: str, dtype: torch.dtype, largest: int) -> Iterator[Probe]:
@@ -96,16 +105,21 @@ def _attention(device: str, dtype: torch.dtype, largest: int) -> Iterator[Probe]
     length = 16 if cpu else 512
     while length <= rows and rows * heads * width * dtype.itemsize * 8 <= max(largest, 1 << 21):
         shape = (rows // length, heads, length, width)
-        q, k, v, g = (_random(device, dtype, *shape) for _ in range(4))
-        out = forward(q, k, v, 0.0, True)
+        forwards: list[Call] = []
+        backwards: list[Call] = []
+        for _ in range(sets_of(largest, 8 * rows * heads * width * dtype.itemsize)):
+            q, k, v, g = (_random(device, dtype, *shape) for _ in range(4))
+            out = forward(q, k, v, 0.0, True)
+            arguments = (g, q, k, v, out[0], out[1])
+            if not cpu:  # cum_seq_q, cum_seq_k, max_q, max_k
+                arguments = (*arguments, *out[2:6])
+            last = (0.0, True) if cpu else (0.0, True, out[6], out[7])
+            forwards.append(partial(forward, q, k, v, 0.0, True))
+            backwards.append(partial(backward, *arguments, *last))
         flops = 4.0 * rows * length * heads * width / 2  # a causal mask hides half
-        yield Probe(ATTENTION, length, flops, (partial(forward, q, k, v, 0.0, True),), dtype)
-        arguments = (g, q, k, v, out[0], out[1])
-        if not cpu:  # cum_seq_q, cum_seq_k, max_q, max_k
-            arguments = (*arguments, *out[2:6])
-        last = (0.0, True) if cpu else (0.0, True, out[6], out[7])
-        both = (*arguments, *last)
-        yield Probe(ATTENTION_BACKWARD, length, 2.5 * flops, (partial(backward, *both),), dtype)
+        yield Probe(ATTENTION, length, len(forwards) * flops, forwards, dtype)
+        flops *= 2.5
+        yield Probe(ATTENTION_BACKWARD, length, len(backwards) * flops, backwards, dtype)
         length *= 2 if cpu else 4
 
 
@@ -179,11 +193,16 @@ _BY_BYTES: dict[str, Callable[[int, str, torch.dtype], tuple[list[Call], float]]
 }
 
 
-_COLD = (POINTWISE, COPY)
-
-
 def _random(device: str, dtype: torch.dtype, *shape: int) -> Tensor:
-    return torch.randn(*shape, device=device).to(dtype)
+    """Copied from one vector: drawing numbers would take most of a calibration."""
+    count = math.prod(shape)
+    drawn = _drawn(device, dtype, 1 << max(count - 1, 1).bit_length())
+    return drawn[:count].clone().reshape(shape)
+
+
+@lru_cache(maxsize=1)
+def _drawn(device: str, dtype: torch.dtype, count: int) -> Tensor:
+    return torch.randn(count, device=device).to(dtype)
 
 
 def _bytes(tensor: Tensor) -> float:

@@ -1,9 +1,12 @@
 """Seconds of calls, while every rank makes the same calls: rates are of a machine that is as busy as in training.
 
-    clock = Clock(device, budget=60.0)
-    clock.seconds(calls)          of one round of the calls: the median of several, the mean of the ranks
+    clock = Clock(device, each=0.1)
+    clock.begin()                 a pass over all measurements; in the next one each is made again
+    clock.seconds(calls)          of one run of the calls: the median of several, the mean of the ranks, and the median
+                                  of the passes so far
 
-All ranks make the same number of rounds, which the first rank's first round decides.
+The speed of a machine varies from minute to minute: several passes measure everything at about the same speeds.
+All ranks make the same number of runs.
 """
 
 from __future__ import annotations
@@ -18,37 +21,51 @@ import torch.distributed as dist
 
 
 class Clock:
-    """Measures calls. each: seconds, about, that one measurement takes."""
+    """Measures calls. each: seconds, about, that one measurement takes in a pass."""
 
     def __init__(self, device: str, each: float) -> None:
         self.device, self.each = device, each
+        self._passes: list[list[float]] = []  # of each measurement, in their order in a pass
+        self._next = 0
+
+    def begin(self) -> None:
+        """Begin a pass, which makes the same measurements in the same order as those before."""
+        self._next = 0
 
     def seconds(self, calls: Sequence[Callable[[], Any]], most: int = 4096) -> float:
-        """Seconds of one round of the calls. most: rounds, at most."""
-        for _ in range(2):
-            self._round(calls, 1)
-        once = self.agreed(self._round(calls, 1))
-        rounds = int(min(max(self.each / 5 / max(once, 1e-7), 1), most / 5))
+        """Seconds of one run of the calls. most: runs, at most."""
+        self._run(calls, 1)
+        once = self._agreed(self._run(calls, 1))
+        runs = int(min(max(self.each / 3 / max(once, 1e-7), 1), most / 3))
         found = []
-        for _ in range(5):
+        for _ in range(3):
             dist.barrier()
-            found.append(self._round(calls, rounds))
-        return self.agreed(statistics.median(found))
+            found.append(self._run(calls, runs))
+        return self.noted(statistics.median(found))
 
-    def agreed(self, value: float) -> float:
+    def noted(self, seconds: float) -> float:
+        """Note a measurement of this rank: the median of the passes so far, of the means of the ranks."""
+        if self._next == len(self._passes):
+            self._passes.append([])
+        found = self._passes[self._next]
+        found.append(self._agreed(seconds))
+        self._next += 1
+        return statistics.median(found)
+
+    def _agreed(self, value: float) -> float:
         """The mean of the ranks' values."""
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return float(total) / dist.get_world_size()
 
-    def _round(self, calls: Sequence[Callable[[], Any]], rounds: int) -> float:
+    def _run(self, calls: Sequence[Callable[[], Any]], runs: int) -> float:
         self._wait()
         start = time.perf_counter()
-        for _ in range(rounds):
+        for _ in range(runs):
             for call in calls:
                 call()
         self._wait()
-        return (time.perf_counter() - start) / rounds
+        return (time.perf_counter() - start) / runs
 
     def _wait(self) -> None:
         if self.device != "cpu":

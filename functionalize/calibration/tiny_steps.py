@@ -1,12 +1,15 @@
 """What the host adds to a step: measured on tiny models, whose kernels take little time.
 
-    host = host_of(clock, machine)      a `Host`, from the seconds of tiny steps less what the model says of them
+    steps = TinySteps.made("cpu", DEPTHS)      built and captured once
+    host = host_of(clock, machine, steps)      a `Host`, from their seconds less what the model says of them
 
     forward, backward     an eager tiny transformer without FSDP2: what a phase takes longer than its kernels
     gather, reduce        the same under `fully_shard`: what a phase takes longer than that
     optimizer             AdamW (fused) on its sharded parameters
-    node, call            replays of captures of two depths, with `passes="default"`: the seconds that each node adds,
-                          and what is left of the shallow one
+    node, call            replays of small views and sums, a few and many: the seconds that each node adds, and what is
+                          left of the few
+    collective            replays of the deep transformer, with `passes="default"`: what that under `fully_shard` takes
+                          longer than that without, so that what the model misses of kernels cancels out
 
 Each is divided by what the model counts of it: how much longer the modelled phase is, if one costs a second more.
 
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
@@ -40,8 +43,9 @@ from functionalize.planning.time.step_time import step_time
 from functionalize.program.program import Program
 
 _WIDTH, _HEADS, _TOKENS = 160, 4, 32
-DEPTHS = (2, 6)
-_ROUNDS = 100  # a second or two of steps: how long ranks wait for each other varies from one tenth to the next
+DEPTHS = (4, 6)
+_FEW = 40  # of the few views
+STEPS = 100  # a second or two: how long ranks wait for each other varies from one tenth to the next
 
 
 class _Block(nn.Module):
@@ -71,41 +75,77 @@ class _Step(NamedTuple):
     x: Tensor
 
 
-class _Parts(NamedTuple):
-    """Seconds of the phases of an eager step, and the program that was captured of it."""
+class _Tiny(NamedTuple):
+    """A tiny step, its program, and the captured step if replays are measured."""
 
-    seconds: Mapping[str, float]
+    step: tuple[Any, ...]
     program: Program
+    captured: Any = None
 
 
-def host_of(clock: Clock, machine: Machine, depths: tuple[int, int] = DEPTHS) -> Host:
+class TinySteps(NamedTuple):
+    """The tiny steps of a calibration.
+
+    plain, sharded: eager, of a transformer without FSDP2 and with it. deep, deep_sharded: replays of the same, deeper.
+    few, many: replays of views.
+    """
+
+    plain: _Tiny
+    sharded: _Tiny
+    deep: _Tiny
+    deep_sharded: _Tiny
+    few: _Tiny
+    many: _Tiny
+
+    @staticmethod
+    def made(device: str, depths: tuple[int, int]) -> TinySteps:
+        """Build and capture them. depths: layers of the eager and of the replayed transformers."""
+        x = torch.zeros(4, 4, device=device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return TinySteps(
+                _eager(device, depths[0], shards=False),
+                _eager(device, depths[0], shards=True),
+                _replay(_train, _step(device, depths[1], shards=False)),
+                _replay(_train, _step(device, depths[1], shards=True)),
+                _replay(_look, (x, _FEW)),
+                _replay(_look, (x, 4 * _FEW)),
+            )
+
+
+def host_of(clock: Clock, machine: Machine, steps: TinySteps, runs: int = STEPS) -> Host:
     """The seconds that the host adds, on a machine whose kernels and collectives are measured already.
 
-    depths: layers of the shallow and of the deep step.
+    runs: of each step.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plain, sharded = (_parts(clock, depths[0], shards) for shards in (False, True))
-        replays = [_replayed(clock, layers) for layers in depths]
+    phases = {tiny: _phase_seconds(clock, tiny, runs) for tiny in (steps.plain, steps.sharded)}
     host = Host()
-    for field, parts, phase in (
-        ("forward", plain, FORWARD),
-        ("backward", plain, BACKWARD),
-        ("gather", sharded, FORWARD),
-        ("reduce", sharded, BACKWARD),
-        ("optimizer", sharded, OPTIMIZER),
+    for field, tiny, phase in (
+        ("forward", steps.plain, FORWARD),
+        ("backward", steps.plain, BACKWARD),
+        ("gather", steps.sharded, FORWARD),
+        ("reduce", steps.sharded, BACKWARD),
+        ("optimizer", steps.sharded, OPTIMIZER),
     ):
-        known = _phase(parts.program, phase, machine, host)
-        count = _phase(parts.program, phase, machine, _one_more(host, field)) - known
-        seconds = max(parts.seconds[phase] - known, 0.0) / count if count else 0.0
+        known = _phase(tiny.program, phase, machine, host)
+        count = _phase(tiny.program, phase, machine, _one_more(host, field)) - known
+        seconds = max(phases[tiny][phase] - known, 0.0) / count if count else 0.0
         host = host._replace(**{field: seconds})
     left, nodes = [], []
-    for seconds, program in replays:
-        known = _replay(program, machine, Host())
-        left.append(seconds - known)
-        nodes.append(_replay(program, machine, Host(node=1.0)) - known)
+    for tiny in (steps.few, steps.many):
+        known = _modelled_replay(tiny.program, machine, host)
+        left.append(_replay_seconds(clock, tiny, runs) - known)
+        nodes.append(_modelled_replay(tiny.program, machine, _one_more(host, "node")) - known)
     call, node = line_of(nodes, left)
-    return host._replace(node=node, call=call)
+    host = host._replace(node=node, call=call)
+    alone, together = (
+        _replay_seconds(clock, tiny, runs) - _modelled_replay(tiny.program, machine, host)
+        for tiny in (steps.deep, steps.deep_sharded)
+    )
+    program = steps.deep_sharded.program
+    known = _modelled_replay(program, machine, host)
+    count = _modelled_replay(program, machine, _one_more(host, "collective")) - known
+    return host._replace(collective=max(together - alone, 0.0) / count)
 
 
 def line_of(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
@@ -137,10 +177,37 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Non
     optimizer.zero_grad()
 
 
-def _parts(clock: Clock, layers: int, shards: bool) -> _Parts:
-    step = _step(clock.device, layers, shards)
+def _eager(device: str, layers: int, shards: bool) -> _Tiny:
+    captured, other = capture(_train, audit=False), _step(device, layers, shards)
+    _settle(captured, other)
+    return _Tiny(_step(device, layers, shards), _program_of(captured))
+
+
+def _look(x: Tensor, count: int) -> Tensor:
+    """A sum and a view of it, so many times."""
+    for _ in range(count):
+        x = (x + x).t()
+    return x
+
+
+def _replay(function: Callable[..., Any], step: tuple[Any, ...]) -> _Tiny:
+    captured = capture(function, passes="default", audit=False, record_after=1)
+    _settle(captured, step)
+    return _Tiny(step, _program_of(captured), captured)
+
+
+def _program_of(captured: Any) -> Program:
+    program: Program | None = captured.program
+    assert program is not None
+    program.describe()
+    return program
+
+
+def _phase_seconds(clock: Clock, tiny: _Tiny, runs: int) -> Mapping[str, float]:
+    """Seconds of the phases of an eager step."""
+    step = _Step(*tiny.step)
     found: dict[str, list[float]] = {FORWARD: [], BACKWARD: [], OPTIMIZER: []}
-    for i in range(-3, _ROUNDS):
+    for i in range(-3, runs):
         dist.barrier()
         times = [time.perf_counter()]
         loss = step.model(step.x).sum()
@@ -153,35 +220,22 @@ def _parts(clock: Clock, layers: int, shards: bool) -> _Parts:
         if i >= 0:
             for n, phase in enumerate(found):
                 found[phase].append(times[n + 1] - times[n])
-    seconds = {phase: clock.agreed(median(each)) for phase, each in found.items()}
-    return _Parts(seconds, _program(_step(clock.device, layers, shards)))
+    return {phase: clock.noted(median(each)) for phase, each in found.items()}
 
 
-def _program(step: _Step) -> Program:
-    captured = capture(_train, audit=False)
-    _settle(captured, step)
-    assert captured.program is not None
-    captured.program.describe()
-    return captured.program
-
-
-def _replayed(clock: Clock, layers: int) -> tuple[float, Program]:
-    """Seconds of a replay, and its program."""
-    step = _step(clock.device, layers, True)
-    captured = capture(_train, passes="default", audit=False, record_after=1)
-    _settle(captured, step)
+def _replay_seconds(clock: Clock, tiny: _Tiny, runs: int) -> float:
+    """Seconds of a replay."""
     found = []
-    for _ in range(_ROUNDS):
+    for i in range(-3, runs):
         dist.barrier()
         start = time.perf_counter()
-        captured(*step)
-        found.append(time.perf_counter() - start)
-    assert captured.program is not None
-    captured.program.describe()
-    return clock.agreed(median(found)), captured.program
+        tiny.captured(*tiny.step)
+        if i >= 0:
+            found.append(time.perf_counter() - start)
+    return clock.noted(median(found))
 
 
-def _settle(captured: Any, step: _Step) -> None:
+def _settle(captured: Any, step: tuple[Any, ...]) -> None:
     for _ in range(8):
         captured(*step)
 
@@ -197,6 +251,6 @@ def _phase(program: Program, phase: str, machine: Machine, host: Host) -> float:
     return sum(each.seconds for each in modelled.phases if each.phase == phase)
 
 
-def _replay(program: Program, machine: Machine, host: Host) -> float:
+def _modelled_replay(program: Program, machine: Machine, host: Host) -> float:
     """Modelled seconds of a replay."""
     return step_time(program, replace(machine, host=host), streams="serial", replay=True).seconds

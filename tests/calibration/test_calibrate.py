@@ -12,16 +12,16 @@ import torch
 
 import functionalize as fz
 from functionalize.calibration import tiny_steps
-from functionalize.calibration.calibrate import calibrate, measured
+from functionalize.calibration.calibrate import Calibration, calibrate
 from functionalize.calibration.curves import Sample, curve_of, rates
-from functionalize.calibration.probes import probes
+from functionalize.calibration.probes import matmuls, probes
 from functionalize.calibration.timing import Clock
 from functionalize.cli.app import app
 from functionalize.errors import PlanError
 from functionalize.planning.machines.efficiency import COLLECTIVES, KINDS, Host
 from functionalize.planning.machines.files import write_machine
 from functionalize.planning.machines.machine import Machine
-from functionalize.planning.time.costs import flops, moved
+from functionalize.planning.time.costs import flops, is_collective, moved
 from functionalize.planning.time.kernels import kind_of_kernel
 from functionalize.planning.time.step_time import step_time
 from tests.planning.captured import recorded
@@ -35,7 +35,9 @@ def tiny() -> Machine:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return measured("cpu", each=1e-4, largest=1 << 17, depths=(1, 2))
+        calibration = Calibration("cpu", 1e-4, 1 << 17, depths=(1, 2), steps=5)
+        calibration.measure()
+        return calibration.measure()
     finally:
         torch.set_num_threads(threads)
 
@@ -63,29 +65,34 @@ def test_every_kind_has_a_curve_and_every_number_is_above_0(machine: Machine) ->
 
 #: Seconds that no measurement of this test takes by chance.
 KNOWN = Host(
-    forward=1e-3, backward=2e-3, optimizer=3e-2, gather=0.4, reduce=0.5, node=6e-3, call=0.7
+    forward=1e-3,
+    backward=2e-3,
+    optimizer=3e-2,
+    gather=0.4,
+    reduce=0.5,
+    node=6e-3,
+    call=0.7,
+    collective=0.8,
 )
 
 
 def found_again() -> Host:
     """The host of steps that take what the model says of KNOWN, instead of what a clock says."""
     machine = Machine(1e12, 1e11, 1e9, 1e-6, 0, streams=False, host=KNOWN)
-    parts, replayed = tiny_steps._parts, tiny_steps._replayed
 
-    def known_parts(*args):
-        program = parts(*args).program
-        phases = step_time(program, machine, streams="serial").phases
-        return tiny_steps._Parts({each.phase: each.seconds for each in phases}, program)
+    def known_phases(clock, tiny, runs):
+        phases = step_time(tiny.program, machine, streams="serial").phases
+        return {each.phase: each.seconds for each in phases}
 
-    def known_replay(*args):
-        program = replayed(*args)[1]
-        return step_time(program, machine, replay=True).seconds, program
+    def known_replay(clock, tiny, runs):
+        return step_time(tiny.program, machine, replay=True).seconds
 
     with (
-        mock.patch.object(tiny_steps, "_parts", known_parts),
-        mock.patch.object(tiny_steps, "_replayed", known_replay),
+        mock.patch.object(tiny_steps, "_phase_seconds", known_phases),
+        mock.patch.object(tiny_steps, "_replay_seconds", known_replay),
     ):
-        return tiny_steps.host_of(Clock("cpu", 1e-4), machine, depths=(1, 2))
+        steps = tiny_steps.TinySteps.made("cpu", (1, 2))
+        return tiny_steps.host_of(Clock("cpu", 1e-4), machine, steps)
 
 
 def test_the_host_is_found_again_from_the_seconds_that_it_adds() -> None:
@@ -141,11 +148,13 @@ def test_the_host_counts_for_what_it_does() -> None:
     without = seconds()
     assert seconds(replay=True, call=1.0) == pytest.approx(without + 1)
     assert seconds(replay=True, forward=1.0, gather=1.0) == pytest.approx(without)
-    assert seconds(call=1.0, node=1.0) == pytest.approx(without)
+    assert seconds(call=1.0, node=1.0, collective=1.0) == pytest.approx(without)
     by_node = seconds(replay=True, node=1.0) - without
     assert len(nodes) / 2 < by_node <= len(nodes)
     gathers = sum("all_gather" in str(n.target) for n in nodes)
     assert seconds(gather=1.0) - without == pytest.approx(gathers)
+    sent = seconds(replay=True, collective=1.0) - without
+    assert gathers < sent == pytest.approx(sum(map(is_collective, nodes)))
     time = step_time(step.program, replace(bare, host=Host(forward=1.0)), groups=step.groups)
     assert time.compute + time.exposed == pytest.approx(time.seconds)
 
@@ -169,16 +178,39 @@ def test_probes_count_the_work_that_a_plan_counts() -> None:
     assert len(seen) == 11
 
 
-def test_pointwise_ops_and_copies_read_other_tensors_in_each_call() -> None:
-    """As many as twice the largest probe has bytes, but for small ones; the other kinds repeat their calls."""
+def test_calls_of_a_probe_read_other_tensors() -> None:
+    """Of `largest` bytes together, but for small ones; lookups share a table."""
     largest = 1 << 20
     for probe in probes("cpu", torch.float32, largest):
         calls = len(probe.calls)
-        if probe.kind in ("pointwise", "copy"):
-            count = probe.work / calls / 4 / (3 if probe.kind == "pointwise" else 2)
-            assert calls == 2 * min(largest // (4 * round(count)), 512)
-        else:
-            assert calls <= 3
+        match probe.kind:
+            case "lookup":
+                assert calls == 1
+            case "pointwise" | "copy":
+                count = probe.work / calls / 4 / (3 if probe.kind == "pointwise" else 2)
+                assert calls == 2 * min(largest // (4 * round(count)), 512)
+            case "matmul":
+                rows = round((probe.size / 32) ** (1 / 3))
+                assert calls == 3 * max(largest // (96 * rows * rows), 1) or calls == 3 * 512
+    matrices = list(matmuls("cpu", torch.float32, largest))
+    assert [p.size for p in matmuls("cpu", torch.float32, largest, most=2)] == [
+        p.size for p in matrices[-2:]
+    ]
+
+
+def in_passes() -> list[list[float]]:
+    """What a clock says in three passes over two measurements, of ranks with other seconds."""
+    clock, mine = Clock("cpu", 1e-4), 2 * torch.distributed.get_rank()
+    found = []
+    for seconds in (5.0, 100.0, 7.0):
+        clock.begin()
+        found.append([clock.noted(seconds + mine), clock.noted(1.0)])
+    return found
+
+
+def test_a_measurement_is_the_median_of_the_passes() -> None:
+    for found in run_on_ranks(in_passes, world=2):
+        assert found == [[6.0, 1.0], [53.5, 1.0], [8.0, 1.0]]
 
 
 def test_time_never_falls_with_size() -> None:
@@ -193,6 +225,8 @@ def test_time_never_falls_with_size() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(PlanError, match="needs two ranks to measure their link, not 1"):
         calibrate(ranks=1)
+    with pytest.raises(PlanError, match="`passes` is 1 or more, not 0"):
+        calibrate(device="cpu", passes=0)
     with fz.world(2), pytest.raises(PlanError, match="this process has a process group"):
         calibrate(device="cpu")
     with pytest.raises(PlanError, match="`device` is cpu or cuda, not 'tpu'"):

@@ -180,7 +180,8 @@ class Host(NamedTuple):
 
     forward, backward: of an op, views included, that eager dispatches in that phase. optimizer: of each tensor of it.
     gather, reduce: of FSDP2's hooks and buffers around an all-gather and a reduce-scatter.
-    node: of a node of a replay, views included. call: of a replay, for its inputs, guards and epilogue.
+    node: of a node of a replay, views included. call: of a replay, for its inputs, guards and epilogue. collective: of
+    a collective of a replay, longer than it takes alone.
     """
 
     forward: float = 0.0
@@ -190,3 +191,4 @@ class Host(NamedTuple):
     reduce: float = 0.0
     node: float = 0.0
     call: float = 0.0
+    collective: float = 0.0

@@ -120,7 +120,7 @@ class _HostTime:
         if node.target is operator.getitem:
             return
         if self._replay:
-            self._open += self._host.node
+            self._open += self._host.node + is_collective(node) * self._host.collective
             return
         phase = phase_of(node)
         if phase == OPTIMIZER:

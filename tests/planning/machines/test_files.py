@@ -17,7 +17,7 @@ from functionalize.planning.machines.presets import MACHINES
 
 @pytest.mark.parametrize("name", sorted(MACHINES))
 def test_what_is_written_is_read_again(name: str, tmp_path: Path) -> None:
-    machine = replace(MACHINES[name], host=Host(*(i / 1e6 for i in range(7))), ranks_per_pod=64)
+    machine = replace(MACHINES[name], host=Host(*(i / 1e6 for i in range(8))), ranks_per_pod=64)
     write_machine(tmp_path / "own.json", machine)
     assert read_machine(tmp_path / "own.json") == machine
     assert machine_of(str(tmp_path / "own.json")) == machine
