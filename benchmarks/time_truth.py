@@ -1,6 +1,6 @@
 """Seconds of eight real steps on two gloo ranks, against what a plan says from a calibration of this machine alone.
 
-    python -m benchmarks.time_truth [--passes 5] [--each 0.1] [--runs 40] [--json]
+    python -m benchmarks.time_truth [--passes 7] [--each 0.1] [--runs 56] [--json]
 
 The ranks calibrate and measure the steps in turn, in passes, since the speed of a machine varies from minute to minute;
 medians of all passes are compared. Nothing of these steps is in the machine, and they are planned at the end. The parts
@@ -121,9 +121,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--passes", type=int, default=5)
+    parser.add_argument("--passes", type=int, default=7)
     parser.add_argument("--each", type=float, default=0.1)
-    parser.add_argument("--runs", type=int, default=40)
+    parser.add_argument("--runs", type=int, default=56)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     for name, nbytes in _KEEP.items():
