@@ -7,7 +7,7 @@
     others       the bytes that the op reads and writes, as `costs.moved` counts them
 
 The calls of a probe take turns at tensors of `largest` bytes together (of at most 512 sets), so that no cache has what
-a call reads, as for most values of a training step. Lookups have a table that is larger than what they read of it.
+a call reads, as for most values of a training step. Lookups share a table.
 Every call runs an ATen op alone: no autograd, no module. The calls of a probe are of one kind and about one size.
 """
 

@@ -118,18 +118,18 @@ def host_of(clock: Clock, machine: Machine, steps: TinySteps, runs: int = STEPS)
 
     runs: of each step.
     """
-    phases = {tiny: _phase_seconds(clock, tiny, runs) for tiny in (steps.plain, steps.sharded)}
+    plain, sharded = (_phase_seconds(clock, tiny, runs) for tiny in (steps.plain, steps.sharded))
     host = Host()
-    for field, tiny, phase in (
-        ("forward", steps.plain, FORWARD),
-        ("backward", steps.plain, BACKWARD),
-        ("gather", steps.sharded, FORWARD),
-        ("reduce", steps.sharded, BACKWARD),
-        ("optimizer", steps.sharded, OPTIMIZER),
+    for field, tiny, measured, phase in (
+        ("forward", steps.plain, plain, FORWARD),
+        ("backward", steps.plain, plain, BACKWARD),
+        ("gather", steps.sharded, sharded, FORWARD),
+        ("reduce", steps.sharded, sharded, BACKWARD),
+        ("optimizer", steps.sharded, sharded, OPTIMIZER),
     ):
         known = _phase(tiny.program, phase, machine, host)
         count = _phase(tiny.program, phase, machine, _one_more(host, field)) - known
-        seconds = max(phases[tiny][phase] - known, 0.0) / count if count else 0.0
+        seconds = max(measured[phase] - known, 0.0) / count if count else 0.0
         host = host._replace(**{field: seconds})
     left, nodes = [], []
     for tiny in (steps.few, steps.many):
