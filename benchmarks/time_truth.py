@@ -91,11 +91,13 @@ def measured(rank: int, folder: str, passes: int, each: float, runs: int) -> Non
     tokens = [torch.randint(VOCABULARY, (s.batch, s.sequence)) for _, s, _ in STEPS]
     times: list[list[float]] = [[] for _ in STEPS]
     faults: list[list[float]] = [[] for _ in STEPS]
-    calibration = Calibration("cpu", each / passes, LARGEST["cpu"], steps=TINY_STEPS // passes)
+    calibration = Calibration(
+        "cpu", each / passes, LARGEST["cpu"], steps=max(TINY_STEPS // passes, 1)
+    )
     for _ in range(passes):
         write_machine(f"{folder}/{rank}.json", calibration.measure())
         for step, batch, seconds, pages in zip(steps, tokens, times, faults, strict=True):
-            for i in range(-6, runs // passes):
+            for i in range(-6, max(runs // passes, 1)):
                 dist.barrier()
                 before, start = _page_faults(), time.perf_counter()
                 step(batch).item()
