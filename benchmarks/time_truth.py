@@ -32,8 +32,7 @@ import functionalize as fz
 from benchmarks.capture import VOCABULARY
 from benchmarks.machine import machine as about
 from benchmarks.step_time import WAYS, Subject
-from functionalize.calibration.calibrate import LARGEST, Calibration
-from functionalize.calibration.tiny_steps import STEPS as TINY_STEPS
+from functionalize.calibration.calibrate import Calibration
 from functionalize.planning.machines.files import read_machine, write_machine
 from functionalize.planning.machines.machine import Machine
 from functionalize.planning.time.step_time import step_time
@@ -91,11 +90,9 @@ def measured(rank: int, folder: str, passes: int, each: float, runs: int) -> Non
     tokens = [torch.randint(VOCABULARY, (s.batch, s.sequence)) for _, s, _ in STEPS]
     times: list[list[float]] = [[] for _ in STEPS]
     faults: list[list[float]] = [[] for _ in STEPS]
-    calibration = Calibration(
-        "cpu", each / passes, LARGEST["cpu"], steps=max(TINY_STEPS // passes, 1)
-    )
+    calibration = Calibration("cpu", each, passes)
     for _ in range(passes):
-        write_machine(f"{folder}/{rank}.json", calibration.measure())
+        machine = calibration.measure()
         for step, batch, seconds, pages in zip(steps, tokens, times, faults, strict=True):
             for i in range(-6, max(runs // passes, 1)):
                 dist.barrier()
@@ -105,6 +102,7 @@ def measured(rank: int, folder: str, passes: int, each: float, runs: int) -> Non
                     seconds.append(time.perf_counter() - start)
                     pages.append(_page_faults() - before)
     if rank == 0:
+        write_machine(f"{folder}/machine.json", machine)
         both = zip(times, faults, strict=True)
         medians = [
             (statistics.median(seconds), statistics.median(pages)) for seconds, pages in both
@@ -133,7 +131,7 @@ def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(measured, (folder, args.passes, args.each, args.runs), nprocs=2)
-        machine = read_machine(f"{folder}/0.json")
+        machine = read_machine(f"{folder}/machine.json")
         found = json.loads(Path(folder, "measured.json").read_text())
     plans = [predicted(subject, way, machine) for _, subject, way in STEPS]
     rows = [
@@ -149,8 +147,8 @@ def main() -> None:
     ]
     if args.json:
         assert machine.host is not None
-        found = {"machine": about(), "passes": args.passes, "host": machine.host._asdict()}
-        print(json.dumps({**found, "steps": rows}, indent=2))
+        run = {"machine": about(), "passes": args.passes, "host": machine.host._asdict()}
+        print(json.dumps({**run, "steps": rows}, indent=2))
         return
     print(f"{about()}; {args.passes} passes\n")
     parts = ("kernels", "collectives", "host", "measured")

@@ -1,6 +1,6 @@
 """`fz.calibrate`: a `Machine` with the rates that are measured on this machine, with every rank busy.
 
-    machine = fz.calibrate("here.json")            two processes over gloo, one thread each: under a minute
+    machine = fz.calibrate("here.json")            two processes over gloo, one thread each: 60 to 90 s
     fz.plan(build, step, inputs=inputs, machine="here.json", target="cpu", world=2)
 
 On a machine with CUDA: one process for each GPU, over NCCL (`device="cuda"`).
@@ -13,7 +13,7 @@ On a machine with CUDA: one process for each GPU, over NCCL (`device="cuda"`).
 
 The measured link is that between these ranks: on several nodes add what connects them by `dataclasses.replace`. Memory,
 capability and constants of a GPU are those of the device; a preset of the same name gives its other numbers.
-Refuses (`PlanError`): a device that is not there, fewer than two ranks, and a process that has a process group.
+Refuses (`PlanError`): a device that is not there, no pass, fewer than two ranks, a process that has a process group.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from functionalize.planning.machines.files import read_machine, write_machine
 from functionalize.planning.machines.machine import HOPPER, Machine
 
 _BY_FLOPS = (MATMUL, ATTENTION, ATTENTION_BACKWARD)
-LARGEST = {"cpu": 1 << 25, "cuda": 1 << 30}  # bytes of the tensors of a probe
+_LARGEST = {"cpu": 1 << 25, "cuda": 1 << 30}  # bytes of the tensors of a probe
 Say = Callable[[str], None]
 
 
@@ -76,7 +76,7 @@ def calibrate(
     probe. say: reports progress. Raises `PlanError`; `SaveError` if the file cannot be written.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in LARGEST:
+    if device not in _LARGEST:
         raise PlanError(f"`device` is cpu or cuda, not {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
         raise PlanError("there is no CUDA device here: calibrate with device cpu")
@@ -90,7 +90,7 @@ def calibrate(
     say(f"measuring with {count} ranks on {device}")
     with tempfile.TemporaryDirectory() as folder:
         result = f"{folder}/machine.json"
-        options = (count, folder, device, each, passes, largest or LARGEST[device], result)
+        options = (count, folder, device, each, passes, largest, result)
         _run(options, count)
         machine = read_machine(result)
     if path is not None:
@@ -120,7 +120,7 @@ def _rank(
     device: str,
     each: float,
     passes: int,
-    largest: int,
+    largest: int | None,
     result: str,
 ) -> None:
     """One rank of the calibration; the first writes the result."""
@@ -134,7 +134,7 @@ def _rank(
         "nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=ranks
     )
     try:
-        calibration = Calibration(device, each / passes, largest, steps=max(STEPS // passes, 1))
+        calibration = Calibration(device, each, passes, largest)
         for _ in range(passes):
             machine = calibration.measure()
         if rank == 0:
@@ -147,21 +147,21 @@ def _rank(
 class Calibration:
     """The measurements of a machine by all ranks of the process group, in passes over all of them.
 
-    each: seconds of one measurement in a pass. largest: bytes of the largest probe. depths: of the tiny steps. steps:
-    of each of these in a pass.
+    each: seconds of one measurement in all passes. passes: how many there will be. largest: bytes of the largest probe;
+    None: those of the device. depths: of the tiny steps.
     """
 
     def __init__(
         self,
         device: str,
         each: float,
-        largest: int,
+        passes: int,
+        largest: int | None = None,
         depths: tuple[int, int] = DEPTHS,
-        steps: int = STEPS,
     ) -> None:
-        self._clock, self._largest = Clock(device, each), largest
+        self._clock, self._largest = Clock(device, each / passes), largest or _LARGEST[device]
         self._tiny = TinySteps.made(device, depths) if device == "cpu" else None
-        self._steps = steps
+        self._steps = max(STEPS // passes, 1)
 
     def measure(self) -> Machine:
         """Make one more pass: the machine by the medians of all passes so far."""

@@ -200,7 +200,7 @@ def _random(device: str, dtype: torch.dtype, *shape: int) -> Tensor:
     return drawn[:count].clone().reshape(shape)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)  # a probe has tensors of two sizes
 def _drawn(device: str, dtype: torch.dtype, count: int) -> Tensor:
     return torch.randn(count, device=device).to(dtype)
 
