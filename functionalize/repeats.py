@@ -65,19 +65,32 @@ class Repeats:
         self._look()
         self.blocks = tuple(self._blocks())
         self._keys.clear()
+        self._likes: list[tuple[Section, Section | None]] | None = None  # once found
 
     def likes(self) -> Iterator[tuple[Section, Section | None]]:
         """Each block, and the first that it is like; None for one that is like none before it.
 
         The nodes before a block must have their `val` when it is asked for.
         """
-        looks, first = Looks(), dict[Any, Section]()
+        if self._likes is not None:
+            yield from self._likes
+            return
+        looks, first, found = Looks(), dict[Any, Section](), []
         for block in self.blocks:
             like = block
             if block.kind is not None:
                 entered = looks.of(self.nodes[place] for place in block.borders)
                 like = first.setdefault((block.kind, entered), block)
-            yield block, None if like is block else like
+            found.append((block, None if like is block else like))
+            yield found[-1]
+        self._likes = found
+
+    def read_from_outside(self) -> set[int]:
+        """The places that blocks read before themselves, and all that nodes outside of repeating blocks read."""
+        found: set[int] = set()
+        for block in self.blocks:
+            found.update(self.read(block.start, block.end) if block.kind is None else block.borders)
+        return found
 
     def read(self, start: int, end: int) -> Sequence[int]:
         """The places that nodes from `start` to before `end` read: of each its keyword, then its other arguments."""

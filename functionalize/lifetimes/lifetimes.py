@@ -169,16 +169,17 @@ class _TimelineBuilder:
                 self._change(BEFORE, serial, origin.nbytes)
         for op, changes in self._lifetimes.by_op():
             inside = self._scratch_bytes(records[op]) if self._scratch and records else 0
-            changes = self._without_reused_sum(op, changes)
+            if op in self._lifetimes.sums:
+                changes = self._without_reused_sum(op, changes)
             # Scratch is live after the op has allocated its results and before frees that follow the op.
-            last = max((i for i, c in enumerate(changes) if c.nbytes), default=-1)
+            last = max([i for i, c in enumerate(changes) if c.nbytes], default=-1) if inside else -1
             for i, change in enumerate(changes):
-                if i == last + 1:
+                if inside and i == last + 1:
                     self._add_scratch(op, inside)
                 if counted[change.storage]:
                     unseen = self._unseen.pop(change.storage, 0)  # at its allocation only
                     self._change(op, change.storage, unseen or change.nbytes)
-            if last + 1 == len(changes):
+            if inside and last + 1 == len(changes):
                 self._add_scratch(op, inside)
         for serial, allocation in self._made:
             self._describe(serial, allocation)
@@ -187,9 +188,7 @@ class _TimelineBuilder:
 
     def _without_reused_sum(self, op: int, changes: list[SizeChange]) -> list[SizeChange]:
         """The changes of an op without the allocation of a sum that eager computes in place: Note [Sums in place]."""
-        operands = self._categories.summed_by_autograd(
-            op, self._lifetimes.sums.get(op, frozenset())
-        )
+        operands = self._categories.summed_by_autograd(op, self._lifetimes.sums[op])
         made = next((c for c in changes if c.nbytes), None) if operands else None
         if made is None:
             return changes
@@ -218,10 +217,9 @@ class _TimelineBuilder:
 
     def _add_scratch(self, op: int, nbytes: int) -> None:
         """Add the scratch of an op: allocated and freed while the op runs."""
-        if nbytes:
-            scratch = self._make(op, -1, nbytes, Category.SCRATCH)
-            scratch.freed = op
-            self._events += [Event(op, scratch, True), Event(op, scratch, False)]
+        scratch = self._make(op, -1, nbytes, Category.SCRATCH)
+        scratch.freed = op
+        self._events += [Event(op, scratch, True), Event(op, scratch, False)]
 
     def _make(self, op: int, serial: int, nbytes: int, category: Category) -> Allocation:
         made = Allocation(nbytes, category, "", op, None, op)

@@ -25,7 +25,7 @@ import torch
 from functionalize._compat.autograd import BACKWARD, RECOMPUTE
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.ir.generators import GET_STATE
-from functionalize.ir.ops import OpRecord, TensorRef, refs_in
+from functionalize.ir.ops import OpRecord, TensorRef, refs_in, storages_in
 from functionalize.ir.phases import FORWARD, OPTIMIZER
 from functionalize.planning.timeline.categories import is_narrower
 from functionalize.planning.timeline.timeline import Allocation, Category
@@ -85,23 +85,25 @@ class OpCategories:
         self._parameters, self._casts = frozenset(parameters), set[int]()
         self._read: dict[str, set[int]] = {phase: set() for phase in (*_BACKWARDS, OPTIMIZER)}
         for i, record in enumerate(records):
-            inputs = refs_in([record.args, record.kwargs])
-            if record.target is not RESIZE_STORAGE:
-                self._note(i, inputs, refs_in(record.outputs))
-            if record.target is GET_STATE:
+            target = record.target
+            if target is not RESIZE_STORAGE:
+                self._note(i, record)
+            if target is GET_STATE:
                 self._assign(refs_in(record.outputs), Category.RNG_STATE)
-            elif getattr(record.target, "namespace", "") in ("c10d", "fsdp"):
+            elif getattr(target, "namespace", "") in ("c10d", "fsdp"):
                 self._assign_by_communication(record, phases[i])
-            elif record.target is _CAST and phases[i] != OPTIMIZER:
-                self._note_cast(inputs, refs_in(record.outputs))
+            elif target is _CAST and phases[i] != OPTIMIZER:
+                self._note_cast(refs_in([record.args, record.kwargs]), refs_in(record.outputs))
 
-    def _note(self, i: int, inputs: list[TensorRef], outputs: list[TensorRef]) -> None:
-        storages = {ref.storage for ref in inputs}
+    def _note(self, i: int, record: OpRecord) -> None:
+        storages = storages_in((record,))
         read = self._read.get(self.phases[i])
         if read is not None:
             read |= storages
-        for storage in storages.union(ref.storage for ref in outputs):
-            self.uses.setdefault(storage, []).append(i)
+        out, uses = record.outputs, self.uses
+        storages.update((out[0],) if type(out) is TensorRef else [r[0] for r in refs_in(out)])
+        for storage in storages:
+            uses.setdefault(storage, []).append(i)
 
     def _note_cast(self, inputs: list[TensorRef], outputs: list[TensorRef]) -> None:
         """Note a copy of a parameter in a smaller dtype, unless a collective sends it later."""

@@ -31,7 +31,7 @@ from functionalize.ir.inputs import Call, InputSpec
 from functionalize.ir.outputs import OutputBuilder, OutputRole, SourceItself, viewed_by
 from functionalize.program.gloo_waits import added_waits
 from functionalize.program.known_inputs import KnownInputs
-from functionalize.program.metadata import evaluate, read_provenance, tensors_of
+from functionalize.program.metadata import Values, evaluate, read_provenance, tensors_of
 from functionalize.repeats import Repeats
 from functionalize.tape.notes import TapeNotes
 from functionalize.tape.ownership import OpPlaces, ownership_of
@@ -84,7 +84,7 @@ class Executable:
     backwards: tuple[RecordedBackward, ...] = ()
     notes: TapeNotes | None = field(default=None, repr=False)
     _module: fx.GraphModule | None = field(default=None, repr=False)
-    _evaluated: bool = field(default=False, repr=False)
+    _values: Values | None = field(default=None, repr=False)
     _described: bool = field(default=False, repr=False)
     _run: Callable[..., Sequence[Any]] | None = field(default=None, repr=False)
     _random: bool = field(default=True, repr=False)
@@ -116,7 +116,7 @@ class Executable:
         Done once, and only on demand: symbolising stacks and making fake values costs as much as the capture.
         """
         if not self._described:
-            self._evaluate(ownership_of)
+            self._evaluate(ownership_of).finish()
             read_provenance(self.graph)
             self._described = True
             self.resolve_notes()
@@ -124,14 +124,20 @@ class Executable:
     def evaluate(self) -> None:
         """Fill the part of every `node.meta` that figures are computed from: values, phases and modules."""
         if not self._described:
+            self.evaluate_for_costs()
+            self._evaluate(OpPlaces).finish()
+
+    def evaluate_for_costs(self) -> None:
+        """The same, but of a block that is like another one only the values that nodes outside of it read."""
+        if not self._described:
             self._evaluate(OpPlaces)
             if self.notes is not None:
                 self.notes.resolved = None  # the records of a plan keep the notes alive
 
-    def _evaluate(self, places: Callable[[TapeNotes], Any]) -> None:
-        if not self._evaluated:
-            evaluate(self, places)
-            self._evaluated = True
+    def _evaluate(self, places: Callable[[TapeNotes], Any]) -> Values:
+        if self._values is None:
+            self._values = evaluate(self, places)
+        return self._values
 
     @property
     def repeats(self) -> Repeats:

@@ -27,7 +27,7 @@ data has the geometry in `sized`, which was recorded, or is that for other sizes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -38,6 +38,7 @@ from functionalize._compat.dispatch import disable_current_modes
 from functionalize._compat.fsdp import fsdp_role
 from functionalize._compat.graphs import TensorMetadata
 from functionalize._compat.references import address
+from functionalize.errors import InvariantError
 from functionalize.ir.fake_mode import fake_like
 from functionalize.ir.fakes import Fakes, reads, writes
 from functionalize.ir.inputs import InputSpec
@@ -73,14 +74,15 @@ class GraphWithInputs(Protocol):
     def constants(self) -> Mapping[str, Any]: ...
 
 
-def evaluate(program: GraphWithInputs, places: Callable[[TapeNotes], Any] = OpPlaces) -> None:
-    """Fill what figures are computed from: `val`, `tensor_meta`, `sized`, `phase`, `module`, `fsdp`.
+def evaluate(program: GraphWithInputs, places: Callable[[TapeNotes], Any] = OpPlaces) -> Values:
+    """Fill what costs are computed from: `val`, `tensor_meta`, `sized`, `phase`, `module`, `fsdp`.
 
     places: of the notes; `ownership_of` where `read_provenance` follows, which needs the same.
+    Of the blocks that are like another one, `finish` of the result fills the values that are missing.
     """
     with only_young_collections():  # the objects made here live as long as the program
         read_places(program.graph, places)
-        propagate(program)
+        return Values(program)
 
 
 def read_records(graph: fx.Graph) -> None:
@@ -228,21 +230,17 @@ def _recorded(outputs: Any, born: Mapping[int, Any]) -> Any:
 
 
 def propagate(program: GraphWithInputs) -> None:
-    """Set `val` and `tensor_meta` of every node by running the graph on fake tensors; linear in nodes.
+    """Set `val` and `tensor_meta` of every node; linear in nodes."""
+    Values(program).finish()
 
-    The values of a block that is like an earlier one are made from descriptions of the values there.
+
+class Values:
+    """The values of a graph's nodes, `val` and `tensor_meta`: made by running the graph on fake tensors.
+
+    Those of a block that is like an earlier one are made from descriptions of the values there: first the ones that
+    nodes outside of the block read, which `call_costs` needs; the others by `finish`.
+    Invariant: the graph is not changed before `finish`.
     """
-    values = _Values(program)
-    with disable_current_modes(), torch.no_grad():
-        for block, like in program.repeats.likes():
-            if like is None:
-                values.run(block)
-            else:
-                values.make(block, like)
-
-
-class _Values:
-    """The values of a graph's nodes, by their places."""
 
     def __init__(self, program: GraphWithInputs) -> None:
         self._program, self._repeats = program, program.repeats
@@ -250,15 +248,37 @@ class _Values:
         self._env: dict[fx.Node, Any] = {}
         self._looks: dict[Geometry, TensorMetadata] = {}  # the values of equal layers share them
         self._recipes: dict[int, list[Any]] = {}  # start of a block -> recipes of its values
+        self._finished = False
+        self._fill(self._repeats.read_from_outside())
 
-    def run(self, block: Section) -> None:
-        """Run the nodes of a block."""
+    def finish(self) -> None:
+        """Make the values that are missing."""
+        if self._finished:
+            return
+        if not self._repeats.are_of(self._program.graph):
+            raise InvariantError("a graph was changed before all its values were made")
+        self._fill(range(len(self._repeats.nodes)))
+        self._finished = True
+        self._env.clear()
+        self._recipes.clear()
+
+    def _fill(self, wanted: Container[int]) -> None:
+        """Make the missing values at some places, and of all nodes outside of blocks that are like others."""
+        with disable_current_modes(), torch.no_grad(), only_young_collections():
+            for block, like in self._repeats.likes():
+                if like is not None:
+                    self._make(block, like, wanted)
+                else:
+                    self._run_all(block)
+
+    def _run_all(self, block: Section) -> None:
         for node in self._repeats.nodes[block.start : block.end]:
-            self._run(node)
+            if node not in self._env:
+                self._run(node)
 
-    def make(self, block: Section, like: Section) -> None:
-        """Make the values of a block that is like another one."""
-        nodes, made = self._repeats.nodes, self._fakes.made
+    def _make(self, block: Section, like: Section, wanted: Container[int]) -> None:
+        """Make the values of a block that is like another one. wanted: at these places."""
+        nodes, made, env = self._repeats.nodes, self._fakes.made, self._env
         if like.start not in self._recipes:
             # A result is described as it is now: after all writes.
             there = range(like.start, like.end)
@@ -266,13 +286,23 @@ class _Values:
             recipes = [None if runs else self._recipe(place) for place in there]
             looks = [nodes[place].meta.get("tensor_meta") for place in there]
             self._recipes[like.start] = list(zip(recipes, map(reads, recipes), looks, strict=True))
-        for place, (recipe, is_read, look) in enumerate(self._recipes[like.start], block.start):
+        recipes = self._recipes[like.start]
+        needed = set()
+        for place in range(block.end - 1, block.start - 1, -1):
+            recipe, is_read, _ = recipes[place - block.start]
+            if place in wanted or place in needed:
+                needed.add(place)
+                if is_read or recipe is None:
+                    needed.update(self._repeats.read(place, place + 1))
+        for place, (recipe, is_read, look) in enumerate(recipes, block.start):
             node = nodes[place]
+            if place not in needed or node in env:
+                continue
             if recipe is None:
                 self._run(node)
                 continue
             value = made(recipe, self._tensors(place) if is_read else [])
-            self._env[node] = node.meta["val"] = value
+            env[node] = node.meta["val"] = value
             if look is not None:
                 node.meta["tensor_meta"] = look
 

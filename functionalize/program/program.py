@@ -36,6 +36,8 @@ class Program(Executable):
         Nodes keep their names; each has its own `meta` dict, whose fake values and whose constants are
         shared and are never written to.
         """
+        if self._values is not None:
+            self._values.finish()
         graph = fx.Graph()
         copied: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:

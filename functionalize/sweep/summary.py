@@ -67,7 +67,7 @@ class Figures:
     items: what a rank trains on; None if that is not known. replay: whether the host replays the program.
     """
 
-    program: Program
+    _program: Program
     memory: Memory
     machine: Machine
     members: Mapping[str, Sequence[int]]
@@ -87,35 +87,43 @@ class Figures:
         replay: bool = False,
     ) -> Figures:
         """Must be called inside the world of the program."""
-        program.evaluate()
+        program.evaluate_for_costs()
         members = members_of(program)
         memory = memory_of(program, recorded, machine, members, alloc_conf)
         return Figures(program, memory, machine, members, items, replay)
 
+    @property
+    def program(self) -> Program:
+        """The program of the step; its nodes have their `val`."""
+        self._program.evaluate()
+        return self._program
+
     @cached_property
     def traffic(self) -> list[Traffic]:
         """The bytes that collectives send."""
-        return communication(self.program, self.members)
+        return communication(self._program, self.members, self._costs)
 
     @cached_property
     def _costs(self) -> Costs:
-        return call_costs(self.program.graph, self.program.repeats)
+        return call_costs(self._program)
 
     @cached_property
     def work(self) -> list[Work]:
         """The FLOPs and bytes of compute ops."""
-        return compute(self.program, self._costs)
+        return compute(self._program, self._costs)
 
     @cached_property
     def time(self) -> StepTime:
         """The modelled time of a step."""
         groups, costs = self.members, self._costs
-        return step_time(self.program, self.machine, groups=groups, replay=self.replay, costs=costs)
+        return step_time(
+            self._program, self.machine, groups=groups, replay=self.replay, costs=costs
+        )
 
     @cached_property
     def time_range(self) -> tuple[float, float]:
         """The modelled seconds at the high and at the low end of the ranges of the machine's efficiency."""
-        return time_range(self.program, self.time, self.members, self._costs)
+        return time_range(self._program, self.time, self.members, self._costs)
 
     @property
     def times(self) -> dict[str, Any]:
@@ -135,7 +143,7 @@ class Figures:
             "exposed": self.time.exposed,
             "mfu": self.time.mfu,
             "throughput": self.throughput,
-            "nodes": self.program.nodes(),
+            "nodes": self._program.nodes(),
         }
 
     @property

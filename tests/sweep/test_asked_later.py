@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 import functionalize as fz
-from functionalize.errors import MemoryReportError
+from functionalize.errors import InvariantError, MemoryReportError
 from functionalize.lifetimes import step_memory
 from functionalize.planning.machines.presets import MACHINES
 from functionalize.planning.timeline import program_memory
@@ -90,6 +90,32 @@ def test_purposes_are_refused_of_a_graph_that_was_changed() -> None:
     with pytest.raises(MemoryReportError, match="the graph of the program was changed after"):
         _ = timeline.allocations[-1].name
     assert program_timeline(program).allocations[-1].name == node.name
+
+
+def test_values_inside_of_equal_layers_are_made_when_they_are_asked_for() -> None:
+    with fz.world(4):
+        step = captured("an odd one")
+        whole = step.program.copy()
+        whole.evaluate()
+        figures = Figures.of(step.program, step.memory, MACHINES["h100"])
+        assert figures.row["step"] > 0 and figures.traffic and figures.work
+        calls = [n for n in step.program.graph.nodes if n.op == "call_function"]
+        made = {n.name for n in calls if "val" in n.meta}
+        assert len(made) < 0.9 * len(calls)
+    shared = step.program.copy()  # of a program that has some values
+    for program in (shared, figures.program):
+        names = "val", "tensor_meta", "phase", "module"
+        both = zip(program.graph.nodes, whole.graph.nodes, strict=True)
+        assert all(str(a.meta.get(k)) == str(b.meta.get(k)) for a, b in both for k in names)
+
+
+def test_a_graph_is_not_changed_before_it_has_all_its_values() -> None:
+    program = fz.trace(lambda x: (x + 1) * 2, torch.ones(4))
+    program.evaluate_for_costs()
+    node = program.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)[0]
+    node.args = node.args[0], 3
+    with pytest.raises(InvariantError, match="changed before all its values were made"):
+        program.evaluate()
 
 
 @pytest.mark.parametrize("memory", [True, False])

@@ -41,7 +41,14 @@ def layers_that_differ() -> list[Any]:
 
 
 def everything(figures: Figures) -> Any:
-    """All that a plan knows, as plain values."""
+    """All that a plan knows, as plain values; first the costs, of which some values in equal layers are not made."""
+    costs = {
+        "row": figures.row,
+        "times": figures.times,
+        "spans": figures.time.to_json(spans=True),
+        "work": figures.work,
+        "traffic": figures.traffic,
+    }
     memory = figures.memory
     events = [list(events_of(timeline)) for timeline in memory.timelines.values()]
     texts = [
@@ -60,12 +67,8 @@ def everything(figures: Figures) -> Any:
     return {
         "values": [each[:-1] for each in values],
         "shared": shared,
-        "row": figures.row,
-        "times": figures.times,
-        "spans": figures.time.to_json(spans=True),
+        **costs,
         "memory": memory.to_json(timelines=True),
-        "work": figures.work,
-        "traffic": figures.traffic,
         "events": events,
         "allocations": texts,
         "nodes": nodes,

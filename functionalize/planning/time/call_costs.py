@@ -1,9 +1,10 @@
-"""The costs of the nodes of a graph; those of blocks that are alike are worked out once.
+"""The costs of the calls of a program; those of blocks that are alike are worked out once.
 
-    costs = call_costs(graph)
-    costs[node]              Cost(free=False, flops=..., moved=..., dtype=...)
+    costs = call_costs(program)
+    costs[node]              Cost(free=False, flops=..., moved=..., dtype=..., message=None, on_host=False)
 
-Invariant: equal to `is_free`, `flops`, `moved` and `dtype_of` of each node. Linear in nodes and edges.
+Invariant: equal to `is_free`, `flops`, `moved`, `dtype_of`, `message_of` and `on_host` of each node, one object for the
+nodes at one place of blocks that are alike. Linear in nodes and edges.
 """
 
 from __future__ import annotations
@@ -14,26 +15,31 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from functionalize.planning.time.costs import dtype_of, flops, is_free, moved
-from functionalize.repeats import Repeats
+from functionalize.planning.time.costs import dtype_of, flops, is_collective, is_free, moved
+from functionalize.planning.time.host_work import on_host
+from functionalize.planning.time.messages import Message, message_of
+from functionalize.program.program import Program
 
 
 class Cost(NamedTuple):
-    """free: see `is_free`. flops, moved: 0 of a free call. dtype: that an op computes in."""
+    """free: see `is_free`. flops, moved: 0 of a free call. dtype: that an op computes in. message: of a collective."""
 
     free: bool
     flops: int = 0
     moved: int = 0
     dtype: torch.dtype | None = None
+    message: Message | None = None
+    on_host: bool = False
 
 
 Costs = Mapping[fx.Node, Cost]
 """The cost of each call of a graph."""
 
 
-def call_costs(graph: fx.Graph, repeats: Repeats | None = None) -> Costs:
-    """The costs of the calls of a graph whose nodes have their `val`. repeats: of the graph, if they are known."""
-    repeats = repeats or Repeats(graph)
+def call_costs(program: Program) -> Costs:
+    """The costs of the calls of a program's graph."""
+    program.evaluate_for_costs()
+    repeats = program.repeats
     nodes = repeats.nodes
     found: dict[fx.Node, Cost] = {}
     for block, like in repeats.likes():
@@ -50,6 +56,7 @@ _FREE = Cost(True)
 
 
 def _cost(node: fx.Node) -> Cost:
+    message = message_of(node) if is_collective(node) else None
     if is_free(node):
-        return _FREE
-    return Cost(False, flops(node), moved(node), dtype_of(node))
+        return _FREE if message is None else Cost(True, message=message)
+    return Cost(False, flops(node), moved(node), dtype_of(node), message, on_host(node))

@@ -22,29 +22,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch.distributed as dist
 from torch import fx
 
 from functionalize._compat.distributed import group_of_name
 from functionalize.ir.phases import phase_of
-from functionalize.planning.time.costs import is_collective, nbytes_of
-from functionalize.planning.timeline.sums import summed
-from functionalize.program.metadata import tensors_of
-from functionalize.program.program import Program
-
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
-ALL_TO_ALL, BROADCAST, BARRIER = "all-to-all", "broadcast", "barrier"
-_KINDS = (
-    ("all_gather", ALL_GATHER),
-    ("reduce_scatter", REDUCE_SCATTER),
-    ("all_reduce", ALL_REDUCE),
-    ("all_to_all", ALL_TO_ALL),
-    ("shard_dim_alltoall", ALL_TO_ALL),
-    ("broadcast", BROADCAST),
-    ("barrier", BARRIER),
+from functionalize.planning.time.call_costs import Costs, call_costs
+from functionalize.planning.time.costs import is_collective
+from functionalize.planning.time.messages import (
+    Message,
+    arguments_of,
+    group_name_of,
+    sent,
 )
+from functionalize.planning.timeline.sums import summed
+from functionalize.program.program import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +100,7 @@ class Groups:
         self._found: dict[str, RankGroup] = {}
         self.collectives = [node for node in graph.nodes if is_collective(node)]
         for node in self.collectives:
-            arguments = _arguments(node)
+            arguments = arguments_of(node)
             size = arguments.get("group_size") or len(arguments.get("input_split_sizes", ()))
             if size:
                 self._sizes[str(arguments.get("group_name"))] = int(size)
@@ -125,15 +119,22 @@ class Groups:
 
 
 def communication(
-    program: Program, groups: Mapping[str, Sequence[int]] | None = None
+    program: Program,
+    groups: Mapping[str, Sequence[int]] | None = None,
+    costs: Costs | None = None,
 ) -> list[Traffic]:
     """One row per kind, group, module and phase.
 
     groups: the ranks of process groups by name, for a program whose groups are not those of this process.
+    costs: of the program, if they are known.
     """
-    program.evaluate()
-    known = Groups(program.graph, groups)
-    return summed((traffic_of(node, known) for node in known.collectives), *Traffic.KEYS)
+    costs, known = costs or call_costs(program), Groups(program.graph, groups)
+    found = (
+        _traffic(node, cost.message, known[cost.message.group])
+        for node, cost in costs.items()
+        if cost.message is not None
+    )
+    return summed(found, *Traffic.KEYS)
 
 
 def members_of(program: Program) -> dict[str, tuple[int, ...]]:
@@ -146,55 +147,18 @@ def members_of(program: Program) -> dict[str, tuple[int, ...]]:
     return {name: found for name in sorted(names) if (found := known[name].members) is not None}
 
 
-def traffic_of(node: fx.Node, groups: Groups) -> Traffic:
-    """The traffic of one collective."""
-    group = groups[group_name_of(node)]
-    kind = kind_of(node)
-    nbytes_in = sum(nbytes_of(t) for n in node.all_input_nodes for t in tensors_of(n.meta["val"]))
-    nbytes_out = sum(map(nbytes_of, tensors_of(node.meta.get("val"))))
+def _traffic(node: fx.Node, message: Message, group: RankGroup) -> Traffic:
     return Traffic(
-        kind=kind,
+        kind=message.kind,
         group=group.name,
         ranks=group.size,
         module=node.meta.get("module", ""),
         phase=phase_of(node) or "",
         count=1,
-        nbytes_in=nbytes_in,
-        nbytes_out=nbytes_out,
-        sent=_sent(kind, nbytes_in, nbytes_out, group.size),
+        nbytes_in=message.nbytes_in,
+        nbytes_out=message.nbytes_out,
+        sent=sent(message, group.size),
     )
-
-
-def kind_of(node: fx.Node) -> str:
-    """The usual name of a collective; for one that is not in the table, the name of its op."""
-    name = str(node.target).split(".")[1]
-    return next((kind for start, kind in _KINDS if name.startswith(start)), name)
-
-
-def group_name_of(node: fx.Node) -> str:
-    """The name of the process group of a collective."""
-    return str(_arguments(node).get("group_name", ""))
-
-
-def _sent(kind: str, nbytes_in: int, nbytes_out: int, ranks: int) -> int:
-    """Bytes that each rank of a ring sends."""
-    if ranks == 1:
-        return 0
-    others = nbytes_in - nbytes_in // ranks if ranks else nbytes_in
-    if kind == ALL_REDUCE:
-        return 2 * others
-    if kind == ALL_TO_ALL:
-        return others
-    if kind == BROADCAST:
-        return nbytes_in
-    return abs(nbytes_out - nbytes_in)
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a collective by name."""
-    schema = getattr(node.target, "_schema", None)
-    names = [a.name for a in schema.arguments] if schema is not None else []
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def _members(name: str) -> list[int] | None:

@@ -20,7 +20,6 @@ from torch import fx
 
 from functionalize.ir.phases import phase_of
 from functionalize.planning.time.call_costs import Costs, call_costs
-from functionalize.planning.time.costs import is_collective
 from functionalize.planning.timeline.sums import summed
 from functionalize.program.program import Program
 
@@ -43,14 +42,13 @@ class Work:
 
 
 def compute(program: Program, costs: Costs | None = None) -> list[Work]:
-    """One row per op, phase and module, in the order of the graph. costs: of the graph, if they are known."""
-    program.evaluate()
-    return summed(_each(costs or call_costs(program.graph, program.repeats)), *Work.KEYS)
+    """One row per op, phase and module, in the order of the graph. costs: of the program, if they are known."""
+    return summed(_each(costs or call_costs(program)), *Work.KEYS)
 
 
 def _each(costs: Costs) -> Iterator[Work]:
     for node, cost in costs.items():
-        if not cost.free and not is_collective(node):
+        if not cost.free and cost.message is None:
             phase, module = phase_of(node) or "", node.meta.get("module", "")
             yield Work(op_name(node), phase, module, 1, cost.flops, cost.moved)
 

@@ -31,7 +31,6 @@ from torch.utils.flop_counter import flop_registry
 
 from functionalize.analysis.aliases import leaves_gradients, storage_key, written_nodes
 from functionalize.ir.barrier import BARRIER
-from functionalize.ir.ops import geometry_of
 from functionalize.ir.waits import WAIT
 from functionalize.planning.machines.efficiency import COLLECTIVE, MEMORY, SUSTAINED
 from functionalize.planning.machines.machine import Machine
@@ -212,7 +211,7 @@ def nbytes_of(tensor: Tensor) -> int:
     """Bytes of a tensor's data; an expanded tensor counts the bytes that it occupies in memory."""
     if tensor.layout != torch.strided:
         return tensor.numel() * tensor.element_size()
-    return min(geometry_of(tensor).nbytes, int(tensor.untyped_storage().nbytes()))
+    return min(tensor.nbytes, int(tensor.untyped_storage().nbytes()))
 
 
 def _is_mutable(node: fx.Node) -> bool:

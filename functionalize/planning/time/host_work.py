@@ -49,8 +49,8 @@ def host_seconds(node: fx.Node, machine: Machine, flops: int, nbytes: int) -> fl
 
 
 def check_collective(node: fx.Node, nbytes: int) -> None:
-    """Raises `PlanError` for a collective of offloaded tensors whose time is not its latency alone. nbytes: sent."""
-    if nbytes > _FEW and on_host(node):
+    """Raises `PlanError` if a collective of offloaded tensors takes more than its latency. nbytes: sent."""
+    if nbytes > _FEW:
         raise _error(
             node,
             f"sends {human_bytes(nbytes)} of offloaded tensors, and collectives of host memory (gloo's) are not "

@@ -161,13 +161,12 @@ def step_time(
     streams: `fsdp2`, `replay` or `serial`; None: `fsdp2` on a machine with streams, else `serial`. groups: the ranks
     of process groups by name, for a program whose groups are not those of this process. replay: whether the host
     replays the program, or dispatches its ops eagerly; of effect with `serial` on a machine with `host`. costs: of
-    the program's graph, if they are known. Raises `PassError` for an unknown `streams`.
+    the program, if they are known. Raises `PassError` for an unknown `streams`.
     """
-    program.evaluate()
     if streams is None:
         streams = "fsdp2" if machine.streams else "serial"
-    known = Groups(program.graph, groups)
-    pieces = schedule(program.graph, machine, known, streams, replay, costs)
+    costs, known = costs or call_costs(program), Groups(program.graph, groups)
+    pieces = schedule(program.graph, machine, known, streams, costs, replay)
     seconds = max((piece.span.end for piece in pieces), default=0.0)
     phases = tuple(_phases(pieces))
     model = [piece for piece in pieces if piece.span.phase != RECOMPUTE]
@@ -197,16 +196,13 @@ def time_range(
     """The seconds of a step with every efficiency at the high, and at the low end of what was published.
 
     time: the modelled time of that program; its own seconds are both ends on a machine without ranges.
-    costs: of the program's graph, if they are known.
+    costs: of the program, if they are known.
     """
     if not time.machine.efficiency.ranges:
         return time.seconds, time.seconds
-    known, costs = (
-        Groups(program.graph, groups),
-        costs or call_costs(program.graph, program.repeats),
-    )
+    costs, known = costs or call_costs(program), Groups(program.graph, groups)
     both = (
-        schedule(program.graph, time.machine.at(end), known, time.streams, time.replay, costs)
+        schedule(program.graph, time.machine.at(end), known, time.streams, costs, time.replay)
         for end in ("high", "low")
     )
     fast, slow = (max((piece.span.end for piece in pieces), default=0.0) for pieces in both)

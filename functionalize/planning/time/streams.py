@@ -38,7 +38,7 @@ import operator
 import types
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -51,19 +51,19 @@ from functionalize.ir.waits import WAIT
 from functionalize.planning.machines.efficiency import Host
 from functionalize.planning.machines.machine import Machine
 from functionalize.planning.report.spans import Span
-from functionalize.planning.time.call_costs import Cost, Costs, call_costs
-from functionalize.planning.time.communication import (
+from functionalize.planning.time.call_costs import Cost, Costs
+from functionalize.planning.time.communication import Groups
+from functionalize.planning.time.costs import is_collective, op_seconds
+from functionalize.planning.time.host_work import check_collective
+from functionalize.planning.time.messages import (
     ALL_GATHER,
     ALL_REDUCE,
     BARRIER,
     REDUCE_SCATTER,
-    Groups,
-    Traffic,
+    Message,
     kind_of,
-    traffic_of,
+    sent,
 )
-from functionalize.planning.time.costs import is_collective, is_free, op_seconds
-from functionalize.planning.time.host_work import check_collective, on_host
 
 aten = torch.ops.aten
 
@@ -92,17 +92,17 @@ def schedule(
     machine: Machine,
     groups: Groups,
     streams: str,
+    costs: Costs,
     replay: bool = False,
-    costs: Costs | None = None,
 ) -> list[ScheduledSpan]:
     """Schedule every node that needs time by the rules of `fsdp2`, `replay` or `serial`.
 
-    replay: whether the host replays the program, instead of dispatching its ops eagerly; `serial` counts either.
-    costs: of the graph, if they are known.
+    costs: of the graph. replay: whether the host replays the program, instead of dispatching its ops eagerly;
+    `serial` counts either.
     """
     if streams not in STREAMS:
         raise PassError(f"no streams `{streams}`; there are {', '.join(STREAMS)}")
-    made = STREAMS[streams](graph, machine, groups, costs or call_costs(graph))
+    made = STREAMS[streams](graph, machine, groups, costs)
     if streams == "serial" and machine.host is not None:
         made.host = _HostTime(machine.host, replay)
     return made.run()
@@ -152,21 +152,26 @@ class _SerialSchedule:
         self.free: dict[str, float] = defaultdict(float)  # stream -> when it is free
         self.link: dict[str, float] = defaultdict(float)  # process group -> when it is free
         self.ready: dict[fx.Node, float] = {}  # node -> when its value is available
+        # What each node reads: `all_input_nodes` makes a list at every access.
+        self.read = {node: node.all_input_nodes for node in graph.nodes}
         self.host: _HostTime | None = None
 
     def run(self) -> list[ScheduledSpan]:
-        for node in self.graph.nodes:
-            at = max(map(self.ready.__getitem__, node.all_input_nodes), default=0.0)
-            if self.host is not None and node.op == "call_function":
-                self.host.note(node)
+        ready, costs, view = self.ready, self.costs, self.view
+        for node, read in self.read.items():
+            at = max([ready[n] for n in read], default=0.0)
             if node.op != "call_function":
-                self.ready[node] = at
-            elif self.costs[node].free:
-                self.ready[node] = self.view(node, at)
-            elif is_collective(node):
-                self.ready[node] = self.collective(node, at, traffic_of(node, self.groups))
+                ready[node] = at
+                continue
+            if self.host is not None:
+                self.host.note(node)
+            cost = costs[node]
+            if cost.free:
+                ready[node] = view(node, at)
+            elif cost.message is not None:
+                ready[node] = self.collective(node, at, cost.message)
             else:
-                self.ready[node] = self.op(node, at)
+                ready[node] = self.op(node, at)
         return self.pieces
 
     def view(self, node: fx.Node, at: float) -> float:
@@ -177,9 +182,9 @@ class _SerialSchedule:
         """Schedule an op that could start at `at`; return its end."""
         return self.compute(COMPUTE, node, at)
 
-    def collective(self, node: fx.Node, at: float, traffic: Traffic) -> float:
+    def collective(self, node: fx.Node, at: float, message: Message) -> float:
         """Schedule a collective that could start at `at`; return its end."""
-        return self.send(COMPUTE, node, at, traffic)
+        return self.send(COMPUTE, node, at, message)
 
     def compute(self, stream: str, node: fx.Node, at: float) -> float:
         """Schedule an op on a stream, no earlier than `at`; return its end."""
@@ -191,19 +196,21 @@ class _SerialSchedule:
         seconds, ideal = known
         return self._add(stream, node, at, seconds, stream != COMPUTE, cost.flops, 0, ideal)
 
-    def send(self, stream: str, node: fx.Node, at: float, traffic: Traffic) -> float:
+    def send(self, stream: str, node: fx.Node, at: float, message: Message) -> float:
         """Schedule a collective on a stream, no earlier than `at`; return its end."""
-        group = self.groups[traffic.group]
+        group = self.groups[message.group]
         machine = self.machine
         spread = self._spread.get(group.name)
         if spread is None:
             on_a_node = group.on_a_node(machine.ranks_per_node)
             spread = group.size, on_a_node, group.across(machine.ranks_per_pod)
             self._spread[group.name] = spread
-        check_collective(node, traffic.sent)
-        seconds = machine.collective_seconds(traffic.kind, traffic.sent, *spread)
+        nbytes = sent(message, group.size)
+        if self.costs[node].on_host:
+            check_collective(node, nbytes)
+        seconds = machine.collective_seconds(message.kind, nbytes, *spread)
         at = max(at, self.link[group.name])
-        end = self._add(stream, node, at, seconds, True, 0, traffic.sent)
+        end = self._add(stream, node, at, seconds, True, 0, nbytes)
         self.link[group.name] = end
         return end
 
@@ -240,10 +247,10 @@ class _ReplaySchedule(_SerialSchedule):
             self.free[COMPUTE] = max(self.free[COMPUTE], at)
         return at
 
-    def collective(self, node: fx.Node, at: float, traffic: Traffic) -> float:
+    def collective(self, node: fx.Node, at: float, message: Message) -> float:
         at = max(at, self.free[COMPUTE])
-        end = self.send(f"{traffic.kind} {traffic.group}", node, at, traffic)
-        if traffic.kind == BARRIER:
+        end = self.send(f"{message.kind} {message.group}", node, at, message)
+        if message.kind == BARRIER:
             self.free[COMPUTE] = end
         return end
 
@@ -254,9 +261,9 @@ class _Fsdp2Schedule(_SerialSchedule):
     def __init__(self, graph: fx.Graph, machine: Machine, groups: Groups, costs: Costs) -> None:
         super().__init__(graph, machine, groups, costs)
         # all-gather of parameters -> its number; node of a copy-in -> its all-gather
-        self.number, self.copy_ins = _parameter_gathers(graph)
+        self.number, self.copy_ins = _parameter_gathers(self.read, costs)
         self.gathers = list(self.number)
-        self.packs = _packs(graph)
+        self.packs = _packs(self.read, costs)
         self.source: dict[fx.Node, int] = {}  # all-gather result or view of it -> its number
         self.copied_out: dict[int, float] = {}  # number of an all-gather -> the end of its copy-out
         self.inputs = {n for n in graph.nodes if n.op in ("placeholder", "get_attr")}  # and views
@@ -266,7 +273,7 @@ class _Fsdp2Schedule(_SerialSchedule):
         self.was_backward = False  # whether the last compute op was of the backward
 
     def view(self, node: fx.Node, at: float) -> float:
-        for n in node.all_input_nodes[:1]:
+        for n in self.read[node][:1]:
             if n in self.source:
                 self.source[node] = self.source[n]
             if n in self.reduced:
@@ -278,14 +285,15 @@ class _Fsdp2Schedule(_SerialSchedule):
     def op(self, node: fx.Node, at: float) -> float:
         if node in self.copy_ins:
             gather = self.copy_ins[node]
-            group = traffic_of(gather, self.groups).group
-            return self.compute(f"{ALL_GATHER} copy-in {group}", node, max(at, self._gate(gather)))
-        stream = self._where_reduced(node)
-        if stream is not None and on_host(node):
-            stream = None  # the thread that issues kernels waits for the copy, and then for this
-        if stream is not None:
-            self.reduced[node] = stream
-            self.all_reduced = max(self.all_reduced, end := self.compute(stream, node, at))
+            message = self.costs[gather].message
+            assert message is not None
+            stream = f"{ALL_GATHER} copy-in {message.group}"
+            return self.compute(stream, node, max(at, self._gate(gather)))
+        reduction = self._where_reduced(node)
+        # On the host, the thread that issues kernels waits for the copy, and then for the op.
+        if reduction is not None and not self.costs[node].on_host:
+            self.reduced[node] = reduction
+            self.all_reduced = max(self.all_reduced, end := self.compute(reduction, node, at))
             return end
         if in_backward(node):
             self.was_backward = True
@@ -294,28 +302,28 @@ class _Fsdp2Schedule(_SerialSchedule):
         if node in self.packs:
             at = max(at, self.last_reduce)
         end = self.compute(COMPUTE, node, at)
-        for n in node.all_input_nodes:
+        for n in self.read[node]:
             if n in self.source:
                 self.copied_out.setdefault(self.source[n], end)
         return end
 
-    def collective(self, node: fx.Node, at: float, traffic: Traffic) -> float:
-        if traffic.kind == BARRIER:
+    def collective(self, node: fx.Node, at: float, message: Message) -> float:
+        if message.kind == BARRIER:
             at = max((at, *self.free.values()))
         if node in self.number:
             at = max(at, self._gate(node))
             self.source[node] = self.number[node]
-        stream = f"{traffic.kind} {traffic.group}"
-        end = self.send(stream, node, at, traffic)
-        if traffic.kind == BARRIER:
+        stream = f"{message.kind} {message.group}"
+        end = self.send(stream, node, at, message)
+        if message.kind == BARRIER:
             self.free[COMPUTE] = end
-        again = any(n in self.reduced for n in node.all_input_nodes)
+        again = any(n in self.reduced for n in self.read[node])
         if in_backward(node) and (
-            traffic.kind == REDUCE_SCATTER or (traffic.kind == ALL_REDUCE and again)
+            message.kind == REDUCE_SCATTER or (message.kind == ALL_REDUCE and again)
         ):
             self.reduced[node] = stream
             self.all_reduced = max(self.all_reduced, end)
-            if traffic.kind == REDUCE_SCATTER:
+            if message.kind == REDUCE_SCATTER:
                 self.last_reduce = end
         return end
 
@@ -328,34 +336,34 @@ class _Fsdp2Schedule(_SerialSchedule):
 
     def _where_reduced(self, node: fx.Node) -> str | None:
         """The stream of an op on reduced gradients: that of their reduction; None for any other op."""
-        if phase_of(node) != BACKWARD or getattr(node.target, "overloadpacket", None) not in (
-            _AFTER_REDUCE
-        ):
+        if phase_of(node) != BACKWARD or _packet(node) not in _AFTER_REDUCE:
             return None
-        found = [self.reduced[n] for n in node.all_input_nodes if n in self.reduced]
-        others = (n for n in node.all_input_nodes if n not in self.reduced)
+        found = [self.reduced[n] for n in self.read[node] if n in self.reduced]
+        others = (n for n in self.read[node] if n not in self.reduced)
         return found[-1] if found and all(n in self.inputs for n in others) else None
 
 
-def _parameter_gathers(graph: fx.Graph) -> tuple[dict[fx.Node, int], dict[fx.Node, fx.Node]]:
+def _parameter_gathers(
+    read: dict[fx.Node, list[fx.Node]], costs: Costs
+) -> tuple[dict[fx.Node, int], dict[fx.Node, fx.Node]]:
     """The all-gathers of parameters, numbered, and their copy-ins.
 
-    Returns (all-gathers whose input depends on graph inputs alone -> number, nodes that depend on graph inputs alone
-    and whose result only such all-gathers use -> the first of these).
+    read: what each node of the graph reads. Returns (all-gathers whose input depends on graph inputs alone -> number,
+    nodes that depend on graph inputs alone and whose result only such all-gathers use -> the first of these).
     """
     from_inputs: set[fx.Node] = set()
     number: dict[fx.Node, int] = {}
-    for node in graph.nodes:
+    for node, inputs in read.items():
         depends = node.op in ("placeholder", "get_attr")
-        inputs = node.all_input_nodes
         if node.op == "call_function" and inputs and from_inputs.issuperset(inputs):
-            depends = not is_collective(node)
-            if not depends and kind_of(node) == ALL_GATHER:
+            message = costs[node].message
+            depends = message is None
+            if message is not None and message.kind == ALL_GATHER:
                 number[node] = len(number)
         if depends:
             from_inputs.add(node)
     copy_ins: dict[fx.Node, fx.Node] = {}
-    for node in reversed(graph.nodes):
+    for node in reversed(read):
         if node in from_inputs and node.op == "call_function" and node.users:
             ends = [n if n in number else copy_ins.get(n) for n in node.users]
             if all(end is not None for end in ends):
@@ -363,22 +371,24 @@ def _parameter_gathers(graph: fx.Graph) -> tuple[dict[fx.Node, int], dict[fx.Nod
     return number, copy_ins
 
 
-def _packs(graph: fx.Graph) -> set[fx.Node]:
-    """The ops that copy gradients into the input buffers of reduce-scatters."""
+def _packs(read: dict[fx.Node, list[fx.Node]], costs: Costs) -> set[fx.Node]:
+    """The ops that copy gradients into the input buffers of reduce-scatters. read: what each node reads."""
     found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if not (is_collective(node) and in_backward(node) and kind_of(node) == REDUCE_SCATTER):
+    for node, cost in costs.items():
+        if cost.message is None or cost.message.kind != REDUCE_SCATTER or not in_backward(node):
             continue
-        for source in node.all_input_nodes:
-            while is_free(source) or getattr(source.target, "overloadpacket", None) is (
-                aten._to_copy
-            ):
-                if len(source.all_input_nodes) != 1:
+        for source in read[node]:
+            while source in costs and (costs[source].free or _packet(source) is aten._to_copy):
+                if len(read[source]) != 1:
                     break
-                (source,) = source.all_input_nodes
-            if getattr(source.target, "overloadpacket", None) in _PACKS:
+                (source,) = read[source]
+            if _packet(source) in _PACKS:
                 found.add(source)
     return found
+
+
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", None)
 
 
 STREAMS: Mapping[str, Callable[[fx.Graph, Machine, Groups, Costs], _SerialSchedule]] = (
