@@ -60,7 +60,7 @@ from functionalize.state.moving_state import Moves
 from functionalize.state.python_effects import check_leaves
 from functionalize.state.sources import Gradient
 from functionalize.step.step_state import EntryState, ExitState, kept_objects, state_around
-from functionalize.util.tensor_wrappers import plain_tensors
+from functionalize.util.tensor_wrappers import address_of, plain_tensors
 from functionalize.util.user_stack import line_of
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.parts import Held, Is
@@ -118,8 +118,9 @@ class StepRecording:
         known = {recorder.storages.ref(t).storage for leaf in allowed for t in plain_tensors(leaf)}
         known |= {e.ref.storage for e in recorder.storages.externals}
         self.outliving = [i for i in recorder.storages.infos if i.serial not in known and i.alive]
-        if self.outliving:  # some may be garbage in cycles, which a capture does not collect
-            gc.collect(1)
+        unknown = {i.address for i in self.outliving}
+        if unknown and unknown.difference(map(address_of, entry.roots.made_once())):
+            gc.collect(1)  # some may be garbage in cycles, which a capture does not collect
             self.outliving = [i for i in self.outliving if i.alive]
         self.unowned = [
             e for e in recorder.storages.externals if self._is_unowned(e) and e.ref.geometry.numel

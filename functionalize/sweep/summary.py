@@ -115,10 +115,8 @@ class Figures:
     @cached_property
     def time(self) -> StepTime:
         """The modelled time of a step."""
-        groups, costs = self.members, self._costs
-        return step_time(
-            self._program, self.machine, groups=groups, replay=self.replay, costs=costs
-        )
+        program, groups, costs = self._program, self.members, self._costs
+        return step_time(program, self.machine, groups=groups, replay=self.replay, costs=costs)
 
     @cached_property
     def time_range(self) -> tuple[float, float]:

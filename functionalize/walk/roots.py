@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import types
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from functionalize.fsdp.objects import fsdp_states
+from functionalize._compat.graphs import pytree
+from functionalize.fsdp.objects import fsdp_states, fsdp_unsharded
+from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.util.text import with_article
 from functionalize.walk.fact_text import Path
 from functionalize.walk.parts import Held, Visit
@@ -62,6 +65,14 @@ class Roots:
         """Remove the root modules that are inside other ones."""
         inner = {id(module) for pairs in self.named_modules.values() for _, module in pairs[1:]}
         self.modules = {name: m for name, m in self.modules.items() if id(m) not in inner}
+
+    def made_once(self) -> Iterator[Tensor]:
+        """The tensors that first steps make for all later ones: optimizer state, and what FSDP2 gathers into."""
+        for optimizer in self.optimizers.values():
+            for leaf in pytree.tree_leaves(list(optimizer.state.values())):
+                yield from plain_tensors(leaf)
+        for module in self.modules.values():
+            yield from fsdp_unsharded(module)
 
     def states(self) -> dict[str, list[Any]]:
         """FSDP2's states under every root module, by the root's name; computed once."""
