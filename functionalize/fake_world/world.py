@@ -95,6 +95,7 @@ _ASSUMED: Mapping[Any, Callable[..., Any]] = types.MappingProxyType(
 )
 _ASSUMED_AT = types.MappingProxyType({address(op): rule for op, rule in _ASSUMED.items()})
 _DEVICE = torch.ops.prim.device.default
+_LIFT_FRESH = aten.lift_fresh.default
 _MOST_RANKS = 2**20  # the largest real integer tensor that still counts as a list of ranks
 # FSDP2's collectives return their output and a new `Work`, which no cache of results may hold.
 _COLLECTIVES = frozenset(
@@ -138,12 +139,19 @@ class WorldMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.target = target
         self.assumed: Counter[str] = Counter()
+        self.note_literal: Callable[[Tensor], None] | None = None
         self._fake_results = FakeResultCache(self)
         self._fake_collective = fake_collective()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in `Watcher`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
+        if func is _LIFT_FRESH and self.note_literal is not None:
+            self.note_literal(args[0])
         if (
             torch.is_inference_mode_enabled()
         ):  # inference tensors have no version counter, which a fake view shares
@@ -224,6 +232,17 @@ def _needs_data(func: Any, what: str) -> WorldError:
 def in_world() -> bool:
     """Whether the calling thread is inside a fake world."""
     return any(isinstance(mode, WorldMode) for mode in current_modes())
+
+
+@contextmanager
+def literals_noted(note: Callable[[Tensor], None]) -> Iterator[None]:
+    """A context in a fake world: `note` is called with each tensor that Python makes from numbers; these are real."""
+    mode = next(each for each in current_modes() if isinstance(each, WorldMode))
+    before, mode.note_literal = mode.note_literal, note
+    try:
+        yield
+    finally:
+        mode.note_literal = before
 
 
 def world_directly_below() -> WorldMode | None:

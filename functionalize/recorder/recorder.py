@@ -67,7 +67,7 @@ class Recorder(Watcher):
     observer: notes when storages are allocated and freed (see lifetimes/observer.py).
     records: the op stream. tape: the notes about autograd's nodes.
     scalars: the numbers that Python read, if numbers are not live; live ones are in `scalar_log`.
-    failed: the exception that an op raised, and the op's record.
+    started: whether it was ever entered. failed: the exception that an op raised, and the op's record.
     arguments: numbers of the storages of tensor arguments, for `early_records`. calls: see `CallLog`.
     python_effects: what the step did to Python objects and a replay repeats, in order: pairs of an effect and its value
     (see state/python_effects.py), which may hold tensors and live numbers.
@@ -82,7 +82,7 @@ class Recorder(Watcher):
         observer: RecordingObserver | None = None,
     ) -> None:
         super().__init__()
-        self.live = live
+        self.live, self.started = live, False
         self.records: list[OpRecord] = []
         self.tape: TapeNotes = TapeNotes(self.records)
         self.scalars: list[FrozenScalar] = []
@@ -106,6 +106,7 @@ class Recorder(Watcher):
             observer.attach(self.records)
 
     def start(self) -> None:
+        self.started = True
         self._world = world_directly_below()
         self.storages.holds_externals = True
         self.tape.start()

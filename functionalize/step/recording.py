@@ -97,7 +97,7 @@ class StepRecording:
 
     outliving: the storages made by the step that are alive after it, gradients and outputs apart.
     unowned: the tensors that the step read and no argument, module or optimizer holds: reached through a variable,
-    unreachable, or made by Python from numbers.
+    unreachable, or made by Python from numbers. Of a run whose ops were not recorded: all that variables hold.
     identities: one value per unowned tensor, equal in two recordings if both read the same tensor.
     previous: the summary of the recording before.
     """
@@ -125,7 +125,7 @@ class StepRecording:
         self.unowned = [
             e for e in recorder.storages.externals if self._is_unowned(e) and e.ref.geometry.numel
         ]
-        if any(not self._is_unreachable(e) for e in self.unowned):
+        if recorder.started and any(not self._is_unreachable(e) for e in self.unowned):
             # The search through variables also finds tensors that the step does not use.
             self.unowned = [e for e in self.unowned if e.ref.storage in self._used]
         self.identities = [self._identity(e) for e in self.unowned]
@@ -220,7 +220,8 @@ class StepRecording:
             return "reads numbers that may change: recorded once more, with these live"
         if recorder.steps_optimizers and not self.entry.python_state.knows_hooks:
             return "calls hooks on all optimizers: recorded once more, to see what they read"
-        if self.unowned and (previous is None or self.identities != previous.identities):
+        known = previous.identities if previous is not None else []
+        if self.identities != known and any(each not in known for each in self.identities):
             first = self.unowned[0]
             where = self._where(lambda r: any(x == first.ref for x in refs_in(r.args)))
             kind = "Python made from numbers" if first.literal else "no module or optimizer holds"

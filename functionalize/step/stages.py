@@ -20,18 +20,20 @@ no rank waits for a rank that has refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize._compat.graphs import pytree
 from functionalize.audit.audited_call import Observer, observed
 from functionalize.audit.collective_check import collective_mismatch
 from functionalize.errors import UncapturableError
+from functionalize.fake_world.world import in_world, literals_noted
 from functionalize.lengths.length_class import Prediction
 from functionalize.lifetimes.module_calls import ModuleCalls
 from functionalize.lifetimes.observer import LifetimeObserver
@@ -151,6 +153,9 @@ def record(
 ) -> RecordedRun | Refused:
     """Inspect all objects that `fn` reaches, then run it for real while `recorder` is active.
 
+    In a fake world `recorder` is not entered if the recording cannot be kept: to record the ops takes as long as they
+    do. What the step moves and changes in Python is found, and what tensors it makes from numbers; that it steps an
+    optimizer that it reaches is assumed.
     varying: hyperparameters that become live numbers, besides the learning rates. live: places in Python that earlier
     calls have moved. meets_as: the name of the step, under which ranks that record this call find each other.
     """
@@ -161,6 +166,8 @@ def record(
         recorder.tape.is_off = awaits_live_numbers(recorder, entry)
         if recorder.tape.is_off:  # no program is made of it
             recorder.observer = recorder.storages.observer = None
+        is_idle = recorder.tape.is_off and in_world()
+        recorder.steps_optimizers |= is_idle
         observer = recorder.observer
         notes = observer.notes if isinstance(observer, LifetimeObserver) else None
         calls = ModuleCalls(numbered=False) if notes is None else notes.calls
@@ -175,7 +182,7 @@ def record(
             hyperparameters as hyper,
             MovingState(entry.moving, recorder) as moving,
             nullcontext() if recorder.tape.is_off else calls.observing(recorder),
-            recorder,
+            _only_literals(recorder) if is_idle else recorder,
             entry.observed.reads.watching(),
         ):
             result = observed(call.observer, lambda: fn(*call.args, **call.kwargs))
@@ -187,6 +194,19 @@ def record(
     moving.effects += hyper.effects
     changed = hyper.changed or arguments.changed(call.args, call.kwargs, call.leaves, call.spec)
     return RecordedRun(recorder, entry, result, changed, moving, rendezvous)
+
+
+@contextmanager
+def _only_literals(recorder: Recorder) -> Iterator[None]:
+    """A context: of all that `recorder` notes if it is entered, tensors that Python makes from numbers."""
+
+    def note(tensor: Tensor) -> None:
+        with disable_current_modes():
+            contents = tensor.detach().clone()
+            recorder.storages.bring_in(contents, "a constant", literal=contents)
+
+    with literals_noted(note):
+        yield
 
 
 def judge(
