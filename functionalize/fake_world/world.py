@@ -143,10 +143,6 @@ class WorldMode(FakeTensorMode):
         self._fake_results = FakeResultCache(self)
         self._fake_collective = fake_collective()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in `Watcher`
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
