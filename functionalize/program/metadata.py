@@ -96,7 +96,7 @@ def read_places(graph: fx.Graph, places: Callable[[TapeNotes], Any]) -> None:
     updates: list[fx.Node] = []
     tape = _Tape(graph, places)
     for node, record in tape.recorded:
-        if tape.stacks.trace_and_update(record.traceback)[1]:
+        if tape.stacks.is_update(record.traceback):
             updates.append(node)
         tape.place(node, record)
         made = size_by_data(node)
@@ -115,7 +115,7 @@ def read_provenance(graph: fx.Graph) -> None:
 def _read_provenance(graph: fx.Graph) -> None:
     tape = _Tape(graph)
     for node, record in tape.recorded:
-        if trace := tape.stacks.trace_and_update(record.traceback)[0]:
+        if trace := tape.stacks.trace(record.traceback):
             node.meta["stack_trace"] = trace
         tape.annotate(node, record)
         node.meta["original_aten"] = record.target
@@ -148,6 +148,8 @@ class _Tape:
         own: Any = places(self._notes) if self._notes is not None else None
         self._own = own
         self.stacks = own.stacks if own else StackTexts(r.traceback for _, r in self.recorded)
+        # By label and addresses of ops, as hashing one calls Python.
+        self._roles: dict[tuple[str, int, int], tuple[str, str] | None] = {}
 
     @cached_property
     def _readers(self) -> Mapping[int, int]:
@@ -162,9 +164,12 @@ class _Tape:
             return
         if module := record.meta.get("module") or own.module(record):
             meta["module"] = module
-        label = own.label(record)
-        if label and (role := fsdp_role(label, record.target, node.target)):
-            meta["fsdp"] = role
+        if label := own.label(record):
+            key = label, address(record.target), address(node.target)
+            if key not in self._roles:
+                self._roles[key] = fsdp_role(label, record.target, node.target)
+            if role := self._roles[key]:
+                meta["fsdp"] = role
 
     def annotate(self, node: fx.Node, record: OpRecord) -> None:
         """Fill what else comes from the autograd nodes and the modules of an op."""
@@ -192,7 +197,7 @@ class _Tape:
         if ran_in in self._readers:
             meta["forward_seq_nr"] = self._readers[ran_in]
         maker = own.maker(record)
-        if maker is not None and (trace := self.stacks.trace_and_update(maker.traceback)[0]):
+        if maker is not None and (trace := self.stacks.trace(maker.traceback)):
             meta["forward_stack_trace"] = trace
 
     def name_gradients(self, graph: fx.Graph) -> None:

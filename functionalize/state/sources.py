@@ -25,7 +25,7 @@ from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.inputs import Argument, Call, Source, watch
 from functionalize.planning.timeline.categories import category_of
 from functionalize.planning.timeline.timeline import Category
-from functionalize.util.tensor_wrappers import is_plain, local_tensor, plain_tensors_by_path
+from functionalize.util.tensor_wrappers import is_no_wrapper, local_tensor, plain_tensors_by_path
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.fact_text import NUMBERS
 from functionalize.walk.parts import Held
@@ -333,7 +333,7 @@ def candidates(
 ) -> Iterator[tuple[str, Source, Tensor]]:
     """Every place that an input may be read from, in order of preference. places: the slots from `slots`."""
     for name, source, value in _places(roots, Call(leaves, []), places):
-        if is_plain(value):  # nearly all of hundreds: no generator is made for each
+        if is_no_wrapper(value):  # nearly all of hundreds: no generator is made for each
             yield name, source, value
         else:
             yield from unwrapped(name, source, value)

@@ -12,7 +12,7 @@ from torch import fx
 
 from functionalize.ir.ops import OpRecord
 from functionalize.tape.ownership import ownership_of
-from functionalize.util.user_stack import trace_and_update
+from functionalize.util.user_stack import trace_of
 
 aten = torch.ops.aten
 
@@ -30,5 +30,5 @@ def nan_check(node: fx.Node, record: OpRecord) -> tuple[str, str] | None:
         if len(sources) != 1 or sources[0].target is not target:
             return None
     maker = ownership_of(record.tape).maker(record)
-    forward = trace_and_update(maker.traceback)[0] if maker is not None else None
+    forward = trace_of(maker.traceback) if maker is not None else None
     return record.autograd_node, forward or ""

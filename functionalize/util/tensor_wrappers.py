@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from functionalize._compat.dispatch import is_traceable_wrapper_subclass
 from functionalize._compat.distributed import is_dtensor_class
+from functionalize._compat.fakes import FakeTensor
 
 _PLAIN = frozenset({Tensor, nn.Parameter})  # a parameter of a subclass has the subclass's type
+_NO_WRAPPERS = _PLAIN | {FakeTensor}
 
 
 def tensor_classes(kind: type = Tensor) -> Iterator[type]:
@@ -34,18 +36,23 @@ def is_plain(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
+def is_no_wrapper(value: Any) -> bool:
+    """Whether a value is a tensor of torch's own type, or a fake one; False may also mean undecided."""
+    return type(value) in _NO_WRAPPERS
+
+
 def local_tensor(value: Any) -> Tensor | None:
     """The plain tensor inside a `DTensor` of torch's own type, the usual wrapper; None may also mean undecided."""
     kind: Any = type(value)
     if not is_dtensor_class(kind):
         return None
     local: Tensor = value._local_tensor
-    return local if is_plain(local) else None
+    return local if is_no_wrapper(local) else None
 
 
 def plain_tensors(value: Any) -> list[Tensor]:
     """The plain tensors inside a value: itself, or those of a wrapper subclass."""
-    if is_plain(value):
+    if is_no_wrapper(value):
         return [value]
     local = local_tensor(value)
     if local is not None:
@@ -66,6 +73,6 @@ def plain_tensors_by_path(
 
 def address_of(tensor: Tensor) -> int | None:
     """The address of a plain tensor's storage; None for other layouts and for wrapper subclasses."""
-    plain = is_plain(tensor) or not is_traceable_wrapper_subclass(tensor)
+    plain = is_no_wrapper(tensor) or not is_traceable_wrapper_subclass(tensor)
     plain = plain and tensor.layout is torch.strided
     return tensor.untyped_storage()._cdata if plain else None

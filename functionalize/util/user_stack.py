@@ -35,12 +35,9 @@ def user_frames(frames: Iterable[traceback.FrameSummary]) -> list[traceback.Fram
     return [f for f in frames if not is_internal(f.filename)]
 
 
-def trace_and_update(captured: CapturedTraceback | None) -> tuple[str | None, bool]:
-    """(the user's frames in the form FX keeps in `node.meta["stack_trace"]`, whether `torch.optim` ran the op).
-
-    A closure that an optimizer calls, and an optimizer of the user's own, are the user's.
-    """
-    return StackTexts().trace_and_update(captured)
+def trace_of(captured: CapturedTraceback | None) -> str | None:
+    """The user's frames in the form FX keeps in `node.meta["stack_trace"]`; None if no frame is the user's."""
+    return StackTexts().trace(captured)
 
 
 class _Frame(NamedTuple):
@@ -87,15 +84,22 @@ class StackTexts:
             self._learn([stack])
         return self._known[address(stack)][1]
 
-    def trace_and_update(self, stack: CapturedTraceback | None) -> tuple[str | None, bool]:
-        """`trace_and_update` of one of the stacks."""
+    def trace(self, stack: CapturedTraceback | None) -> str | None:
+        """`trace_of` of one of the stacks."""
         if stack is None:
-            return None, False
-        users, updates, _ = self._of(stack)
+            return None
+        users = self._of(stack).users
         if users not in self._traces:
             summaries = [traceback.FrameSummary(*frame) for frame in reversed(users)]
             self._traces[users] = "".join(traceback.StackSummary.from_list(summaries).format())
-        return self._traces[users], updates
+        return self._traces[users]
+
+    def is_update(self, stack: CapturedTraceback | None) -> bool:
+        """Whether `torch.optim` ran the op of one of the stacks.
+
+        A closure that an optimizer calls, and an optimizer of the user's own, are the user's.
+        """
+        return stack is not None and self._of(stack).updates
 
     def line_or_empty(self, stack: CapturedTraceback | None) -> str:
         """`line_or_empty` of one of the stacks."""
