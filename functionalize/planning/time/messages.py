@@ -1,7 +1,9 @@
 """What a collective sends: its kind, its process group, its bytes.
 
-message_of(node)          Message(kind="all-gather", group="3", nbytes_in=..., nbytes_out=...)
-sent(message, 8)          the bytes that each of 8 ranks sends, by the table in `communication.py`
+    message_of(node)          Message(kind="all-gather", group="3", nbytes_in=..., nbytes_out=...)
+    sent(message, 8)          the bytes that each of 8 ranks sends, by the table in `communication.py`
+
+Bytes are the sizes of the tensors, including the padding of uneven shards, which FSDP2 sends too.
 """
 
 from __future__ import annotations
