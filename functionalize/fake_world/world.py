@@ -146,7 +146,7 @@ class WorldMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
-        if func is _LIFT_FRESH and self.note_literal is not None:
+        if func is _LIFT_FRESH and self.note_literal and type(args[0]) is not FakeTensor:
             self.note_literal(args[0])
         if (
             torch.is_inference_mode_enabled()

@@ -243,12 +243,13 @@ class Values:
     """The values of a graph's nodes, `val` and `tensor_meta`: made by running the graph on fake tensors.
 
     Those of a block that is like an earlier one are made from descriptions of the values there: first the ones that
-    nodes outside of the block read, which `call_costs` needs; the others by `finish`.
+    nodes outside of the block read, which `call_costs` needs; the others by `finish`. A block that writes is run.
     Invariant: the graph is not changed before `finish`.
     """
 
     def __init__(self, program: GraphWithInputs) -> None:
-        self._program, self._repeats = program, program.repeats
+        self._graph, self._constants = program.graph, program.constants
+        self._repeats = program.repeats
         self._fakes, self._specs = Fakes(), iter(program.inputs)
         self._env: dict[fx.Node, Any] = {}
         self._looks: dict[Geometry, TensorMetadata] = {}  # the values of equal layers share them
@@ -260,7 +261,7 @@ class Values:
         """Make the values that are missing."""
         if self._finished:
             return
-        if not self._repeats.are_of(self._program.graph):
+        if not self._repeats.are_of(self._graph):
             raise InvariantError("a graph was changed before all its values were made")
         self._fill(range(len(self._repeats.nodes)))
         self._finished = True
@@ -291,13 +292,12 @@ class Values:
             recipes = [None if runs else self._recipe(place) for place in there]
             looks = [nodes[place].meta.get("tensor_meta") for place in there]
             self._recipes[like.start] = list(zip(recipes, map(reads, recipes), looks, strict=True))
-        recipes = self._recipes[like.start]
-        needed = set()
+        recipes, needed = self._recipes[like.start], set[int]()
         for place in range(block.end - 1, block.start - 1, -1):
             recipe, is_read, _ = recipes[place - block.start]
-            if place in wanted or place in needed:
+            if recipe is None or place in wanted or place in needed:
                 needed.add(place)
-                if is_read or recipe is None:
+                if recipe is None or is_read:
                     needed.update(self._repeats.read(place, place + 1))
         for place, (recipe, is_read, look) in enumerate(recipes, block.start):
             node = nodes[place]
@@ -330,7 +330,7 @@ class Values:
         if node.op == "placeholder":
             value = fake_input(fakes, next(self._specs))
         elif node.op == "get_attr":
-            value = fake_like(fakes.mode, self._program.constants[str(node.target)])
+            value = fake_like(fakes.mode, self._constants[str(node.target)])
         elif node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._env.__getitem__)
             if (value := node.meta.get("hint")) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +11,15 @@ from torch import fx
 
 import functionalize as fz
 from functionalize.errors import InvariantError, MemoryReportError
+from functionalize.ir.inputs import Argument, InputSpec
+from functionalize.ir.ops import contiguous_geometry
 from functionalize.lifetimes import step_memory
 from functionalize.planning.machines.presets import MACHINES
 from functionalize.planning.timeline import program_memory
 from functionalize.planning.timeline.program_memory import program_timeline
 from functionalize.program import executable
-from functionalize.program.metadata import OpPlaces, read_places
+from functionalize.program.metadata import OpPlaces, Values, read_places
+from functionalize.repeats import Repeats
 from functionalize.sweep.summary import Figures
 from functionalize.tape.ownership import ownership_of
 from tests.steps import train
@@ -116,6 +120,27 @@ def test_a_graph_is_not_changed_before_it_has_all_its_values() -> None:
     node.args = node.args[0], 3
     with pytest.raises(InvariantError, match="changed before all its values were made"):
         program.evaluate()
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_equal_blocks_that_write_are_run(writes: bool) -> None:
+    graph = fx.Graph()
+    x, last = graph.placeholder("x"), graph.placeholder("y")
+    for _ in range(3):
+        for i in range(30):
+            last = graph.call_function(torch.ops.aten.add.Tensor, (last, x), {"alpha": i})
+        if writes:
+            graph.call_function(torch.ops.aten.add_.Tensor, (last, x))
+    geometry = contiguous_geometry((4,), torch.float32)
+    spec = InputSpec("x", geometry, geometry.nbytes, torch.device("cpu"), Argument(0))
+    program: Any = SimpleNamespace(
+        graph=graph, inputs=(spec, spec), repeats=Repeats(graph), constants={}
+    )
+    values = Values(program)
+    assert len(program.repeats.blocks) == 4  # the inputs, and three that are alike
+    assert sum("val" in node.meta for node in graph.nodes) == (95 if writes else 33)
+    values.finish()
+    assert all("val" in node.meta for node in graph.nodes)
 
 
 @pytest.mark.parametrize("memory", [True, False])
