@@ -51,6 +51,7 @@ from functionalize.planning.report.spans import Span
 from functionalize.planning.timeline.timeline import Allocation, Category, Timeline
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
+_BESIDE = 4  # columns of a table on a narrow page
 _LIVE = 25  # rows, at most, of a table of the storages live at a peak
 _CONFIG = {"displaylogo": False, "scrollZoom": True, "responsive": True}
 _POLICY = (
@@ -65,6 +66,13 @@ table { border-collapse: collapse; font-size: .87rem; }
 th, td { text-align: left; padding: .22rem .9rem .22rem 0; border-bottom: 1px solid #e3e5e8; vertical-align: top; }
 td:not(.number) { overflow-wrap: anywhere; min-width: 5rem; } details td:not(.number) { min-width: 10rem; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; } td.number { white-space: nowrap; }
+@media (max-width: 900px) {
+  .stacked tr { display: grid; grid-template-columns: 5rem repeat(3, minmax(0, 1fr)); }
+  .stacked tr { border-bottom: 1px solid #e3e5e8; } .stacked th, .stacked td { border: 0; }
+  details .stacked td { min-width: 0; } .stacked th:nth-child(n+5) { display: none; }
+  .stacked td:nth-child(n+5) { grid-column: 2 / -1; color: #55595f; }
+  .stacked [data-head]::before { content: attr(data-head) ": "; }
+}
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(14rem, 1fr)); gap: .75rem; margin: 1rem 0; }
 .card { border: 1px solid #d6d9de; border-top: 4px solid #8a929c; border-radius: 6px; padding: .6rem .9rem; }
 .card.good { border-top-color: #0a7a50; } .card.bad { border-top-color: #c00032; }
@@ -281,11 +289,13 @@ def _folded(table: Table, is_open: bool) -> str:
 def _table(table: Table) -> Iterator[str]:
     if table.note:
         yield f"<p>{_text(table.note)}</p>"
-    yield '<div class="scroll"><table><tr>'
     numbers = [
         bool(table.rows) and all(_is_number(row[i]) or row[i] is None for row in table.rows)
         for i in range(len(table.columns))
     ]
+    # On a narrow page, more than four columns of text are stacked below the first four.
+    stacked = len(numbers) > _BESIDE and not any(numbers[_BESIDE:])
+    yield f'<div class="scroll"><table{" class=stacked" if stacked else ""}><tr>'
     style = [' class="number"' if number else "" for number in numbers]
     for i, name in enumerate(table.columns):
         yield f'<th scope="col"{style[i]}>{_text(name)}</th>'
@@ -294,8 +304,10 @@ def _table(table: Table) -> Iterator[str]:
         yield "<tr>"
         for i, value in enumerate(row):
             number = value.number if isinstance(value, Exact) else value
-            exact = f' title="{number:,}"' if _is_number(number) else ""
-            yield f"<td{style[i]}{exact}>{_text(_cell(value, table.columns[i]))}</td>"
+            more = f' title="{number:,}"' if _is_number(number) else ""
+            if stacked and i >= _BESIDE:
+                more = f' data-head="{_text(table.columns[i])}"'
+            yield f"<td{style[i]}{more}>{_text(_cell(value, table.columns[i]))}</td>"
         yield "</tr>"
     yield "</table></div>"
 

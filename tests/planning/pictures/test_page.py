@@ -425,6 +425,18 @@ def test_nothing_overflows(browser, path, width):
     assert browser.complaints == []
 
 
+@needs_browser
+def test_a_narrow_page_shows_every_column_of_what_is_live(browser, path):
+    table, cells = "document.querySelector('details table')", []
+    for width in (1280, 700):
+        browser.open(path, width=width)
+        cells.append(browser.run(f"[...{table}.querySelectorAll('td')].map(c => c.innerText)"))
+    box, made = f"{table}.parentElement", f"{table}.querySelector('td:nth-child(5)')"
+    assert browser.run(f"{box}.scrollWidth <= {box}.clientWidth")
+    assert "made by: " in browser.run(f"getComputedStyle({made}, '::before').content")
+    assert cells[0] == cells[1]
+
+
 # -- schedule, tables, facts -----------------------------------------------------------------------
 
 
