@@ -41,6 +41,7 @@ from torch import Tensor, fx
 
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.waits import WAIT
+from functionalize.planning.time.costs import arguments_of
 
 aten = torch.ops.aten
 FUNCTIONAL = torch.ops._c10d_functional
@@ -160,9 +161,7 @@ def reduces(graph: fx.Graph) -> list[Reduce]:
 
 def _collective(node: fx.Node) -> Collective:
     target: Any = node.target
-    schema = getattr(target, "_schema", None)
-    names = [a.name for a in schema.arguments] if schema is not None else []
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    schema, given = getattr(target, "_schema", None), arguments_of(node)
     values = [n.meta.get("val") for n in node.all_input_nodes]
     tensors = [v for v in values if isinstance(v, Tensor)]
     kind = schema.name.split("::")[1] if schema is not None else str(target)

@@ -172,14 +172,15 @@ class _TimelineBuilder:
             if op in self._lifetimes.sums:
                 changes = self._without_reused_sum(op, changes)
             # Scratch is live after the op has allocated its results and before frees that follow the op.
-            last = max([i for i, c in enumerate(changes) if c.nbytes], default=-1) if inside else -1
+            made = [i for i, change in enumerate(changes) if change.nbytes] if inside else []
+            at = max(made, default=-1) + 1 if inside else -1
             for i, change in enumerate(changes):
-                if inside and i == last + 1:
+                if i == at:
                     self._add_scratch(op, inside)
                 if counted[change.storage]:
                     unseen = self._unseen.pop(change.storage, 0)  # at its allocation only
                     self._change(op, change.storage, unseen or change.nbytes)
-            if inside and last + 1 == len(changes):
+            if at == len(changes):
                 self._add_scratch(op, inside)
         for serial, allocation in self._made:
             self._describe(serial, allocation)

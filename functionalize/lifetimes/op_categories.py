@@ -100,10 +100,8 @@ class OpCategories:
         read = self._read.get(self.phases[i])
         if read is not None:
             read |= storages
-        out, uses = record.outputs, self.uses
-        storages.update((out[0],) if type(out) is TensorRef else [r[0] for r in refs_in(out)])
-        for storage in storages:
-            uses.setdefault(storage, []).append(i)
+        for storage in storages.union(ref.storage for ref in refs_in(record.outputs)):
+            self.uses.setdefault(storage, []).append(i)
 
     def _note_cast(self, inputs: list[TensorRef], outputs: list[TensorRef]) -> None:
         """Note a copy of a parameter in a smaller dtype, unless a collective sends it later."""

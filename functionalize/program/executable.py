@@ -141,8 +141,10 @@ class Executable:
 
     @property
     def repeats(self) -> Repeats:
-        """The repeating blocks of the graph."""
+        """The repeating blocks of the graph. Nodes that a changed graph keeps have their values by then."""
         if self._repeats is None or not self._repeats.are_of(self.graph):
+            if self._values is not None:
+                self._values.finish()
             self._repeats = Repeats(self.graph)
         return self._repeats
 

@@ -38,7 +38,6 @@ from functionalize._compat.dispatch import disable_current_modes
 from functionalize._compat.fsdp import fsdp_role
 from functionalize._compat.graphs import TensorMetadata
 from functionalize._compat.references import address
-from functionalize.errors import InvariantError
 from functionalize.ir.fake_mode import fake_like
 from functionalize.ir.fakes import Fakes, reads, writes
 from functionalize.ir.inputs import InputSpec
@@ -244,12 +243,11 @@ class Values:
 
     Those of a block that is like an earlier one are made from descriptions of the values there: first the ones that
     nodes outside of the block read, which `call_costs` needs; the others by `finish`. A block that writes is run.
-    Invariant: the graph is not changed before `finish`.
+    Invariant: they are those of the graph as it was at first, whatever is changed before `finish`.
     """
 
     def __init__(self, program: GraphWithInputs) -> None:
-        self._graph, self._constants = program.graph, program.constants
-        self._repeats = program.repeats
+        self._constants, self._repeats = program.constants, program.repeats
         self._fakes, self._specs = Fakes(), iter(program.inputs)
         self._env: dict[fx.Node, Any] = {}
         self._looks: dict[Geometry, TensorMetadata] = {}  # the values of equal layers share them
@@ -261,8 +259,6 @@ class Values:
         """Make the values that are missing."""
         if self._finished:
             return
-        if not self._repeats.are_of(self._graph):
-            raise InvariantError("a graph was changed before all its values were made")
         self._fill(range(len(self._repeats.nodes)))
         self._finished = True
         self._env.clear()

@@ -253,6 +253,11 @@ class OpKind:
     run: Callable[..., Any]
     op: Any
 
+    @property
+    def is_read(self) -> bool:
+        """Whether Python learns contents of a tensor from it."""
+        return self.to_python or self.sized_by_data
+
 
 @cache
 def kind_of(func: Any) -> OpKind:

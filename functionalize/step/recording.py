@@ -76,7 +76,7 @@ class RecordingSummary:
 
     identities: one value per tensor that no argument, module or optimizer holds, see `StepRecording`.
     outliving: addresses of the storages that the step made and that were alive after it.
-    pins: weak references to these storages, which keep their addresses from being reused.
+    pins: weak references to these storages, which keep their addresses from being reused. has_ops: see `differs`.
     moved: places in Python that this recording, or one before it, has moved. is_live: whether its numbers were live.
     seen: how this recording and those before it have moved places, see Note [What moves alike].
     changed: the name of what the step changed and a replay would not, if it has one. clock: the one that it read.
@@ -90,6 +90,14 @@ class RecordingSummary:
     seen: tuple[Moves, ...] = ()
     changed: tuple[str, ...] = ()
     clock: str | None = None
+    has_ops: bool = True
+
+    def differs(self, identities: list[Any]) -> bool:
+        """Whether a later recording read other tensors. Of tensors in variables a run without ops shows no reads."""
+        if self.has_ops:
+            return identities != self.identities
+        read = (i for i in self.identities if type(i[1]) is bytes or i in identities)
+        return identities != list(read)
 
 
 class StepRecording:
@@ -174,6 +182,7 @@ class StepRecording:
             seen[:_MOST_SEEN],
             tuple(_NAMED.findall(self.exit.changed or "")[:1]),
             self.recorder.checks.own_clock,
+            self.recorder.started,
         )
 
     # -- is it the steady state? -----------------------------------------------------------------
@@ -220,8 +229,7 @@ class StepRecording:
             return "reads numbers that may change: recorded once more, with these live"
         if recorder.steps_optimizers and not self.entry.python_state.knows_hooks:
             return "calls hooks on all optimizers: recorded once more, to see what they read"
-        known = previous.identities if previous is not None else []
-        if self.identities != known and any(each not in known for each in self.identities):
+        if self.unowned and (previous is None or previous.differs(self.identities)):
             first = self.unowned[0]
             where = self._where(lambda r: any(x == first.ref for x in refs_in(r.args)))
             kind = "Python made from numbers" if first.literal else "no module or optimizer holds"
@@ -320,8 +328,8 @@ class StepRecording:
         latest = 0
         if not program.may_run_again(Call((), [])):
             early = self.recorder.early_records()  # checked before the graph runs
-            numbers = (i for i, r in enumerate(records) if _is_read(r) and id(r) not in early)
-            latest = next(numbers, len(records))
+            is_read = [kind_of(r.target).is_read and id(r) not in early for r in records]
+            latest = is_read.index(True) if True in is_read else len(records)
         return list(droppable([slot for _, slot in entry.slots], entry.deaths, read, latest))
 
     def _was_there(self, leaf: Tensor) -> bool:
@@ -383,12 +391,6 @@ def awaits_live_numbers(recorder: Recorder, entry: EntryState) -> bool:
     """
     wants = recorder.scalars or recorder.calls.assigned or liftable(entry.roots.optimizers)
     return not recorder.live and bool(wants)
-
-
-def _is_read(record: OpRecord) -> bool:
-    """Whether Python learns contents of a tensor from an op."""
-    op = kind_of(record.target)
-    return op.to_python or op.sized_by_data
 
 
 def _is_changeable(value: Any, known: Container[int]) -> bool:

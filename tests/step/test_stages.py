@@ -57,6 +57,16 @@ def vote(worst: Level) -> RankVote:
     return found
 
 
+def test_a_recording_differs_by_the_tensors_that_it_read() -> None:
+    one, two, held, other = ("g", b"1"), ("g", b"2"), ("g", "x"), ("g", "y")
+    recorded_before = RecordingSummary([held, one, two], frozenset(), ())
+    assert not recorded_before.differs([held, one, two])
+    assert all(map(recorded_before.differs, ([held, two, one], [one, two], [held, one], [])))
+    without_ops = RecordingSummary([held, other, one, two], frozenset(), (), has_ops=False)
+    assert not any(map(without_ops.differs, ([held, one, two], [other, one, two], [one, two])))
+    assert all(map(without_ops.differs, ([held, two, one], [held, one], [("g", "z"), one, two])))
+
+
 # -- record ----------------------------------------------------------------------------------------
 
 

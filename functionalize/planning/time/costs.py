@@ -166,10 +166,14 @@ def op_seconds(node: fx.Node, machine: Machine, flops: int, nbytes: int) -> floa
 
 def _is_causal(node: fx.Node) -> bool:
     """Whether an attention kernel skips what its causal mask hides."""
+    return bool(arguments_of(node).get("is_causal", False))
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call by name."""
     schema = getattr(node.target, "_schema", None)
     names = [a.name for a in schema.arguments] if schema is not None else []
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return bool(given.get("is_causal", False))
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def dtype_of(node: fx.Node) -> torch.dtype | None:

@@ -8,11 +8,11 @@ Bytes are the sizes of the tensors, including the padding of uneven shards, whic
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import fx
 
-from functionalize.planning.time.costs import nbytes_of
+from functionalize.planning.time.costs import arguments_of, nbytes_of
 from functionalize.program.metadata import tensors_of
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
@@ -70,10 +70,3 @@ def kind_of(node: fx.Node) -> str:
 def group_name_of(node: fx.Node) -> str:
     """The name of the process group of a collective."""
     return str(arguments_of(node).get("group_name", ""))
-
-
-def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a collective by name."""
-    schema = getattr(node.target, "_schema", None)
-    names = [a.name for a in schema.arguments] if schema is not None else []
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
