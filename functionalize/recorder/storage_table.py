@@ -56,14 +56,12 @@ class StorageInfo(WeakStorage):
         serial: int,
         tensor: Tensor,
         storage: torch.UntypedStorage,
-        geometry: Geometry | None = None,
+        geometry: Geometry,
     ) -> None:
-        """geometry: of the tensor, if it is known, so that it is not read."""
         self._reference = storage._weak_ref()  # `WeakStorage.__init__`, without its call
         self.serial, self.address = serial, storage._cdata
         self.nbytes = self.original_nbytes = nbytes = storage.nbytes()
         self.device, self.name, self.resized = tensor.device, "a temporary", nbytes == 0
-        geometry = geometry or _new_tuple(Geometry, geometry_fields(tensor))
         self.seen = _new_tuple(TensorRef, (serial, geometry))
 
     def ref(self, tensor: Tensor) -> TensorRef:
@@ -72,6 +70,24 @@ class StorageInfo(WeakStorage):
         if fields != self.seen[1]:
             self.seen = _new_tuple(TensorRef, (self.serial, _new_tuple(Geometry, fields)))
         return self.seen
+
+
+class _Geometries(dict[tuple[Any, ...], Geometry]):
+    """Geometries by their fields: the tensors of a recording that have equal ones share an object.
+
+    The layers of a model have few kinds of tensors, and a recording that is kept has two geometries per op.
+    """
+
+    def __missing__(self, fields: tuple[Any, ...]) -> Geometry:
+        made = self[fields] = _new_tuple(Geometry, fields)
+        return made
+
+    def of(self, fields: tuple[Any, ...]) -> Geometry:
+        """The shared geometry; a new one if sizes cannot be looked up, as those of an enclosing tracer."""
+        try:
+            return self[fields]
+        except TypeError:
+            return _new_tuple(Geometry, fields)
 
 
 class External:
@@ -135,6 +151,7 @@ class StorageTable:
 
     __slots__ = (
         "_by_address",
+        "_geometries",
         "born",
         "externals",
         "holds_externals",
@@ -150,6 +167,7 @@ class StorageTable:
         self.born: dict[int, tuple[int, torch.device]] = {}
         self.holds_externals = True
         self._by_address: dict[int, StorageInfo] = {}
+        self._geometries = _Geometries()
         self.observer = observer
 
     def info_of(self, tensor: Tensor) -> StorageInfo | None:
@@ -210,7 +228,7 @@ class StorageTable:
         fields = geometry_fields(tensor)  # `info.ref(tensor)`, without its call
         seen = info.seen
         if fields != seen[1]:
-            seen = info.seen = _new_tuple(TensorRef, (info.serial, _new_tuple(Geometry, fields)))
+            seen = info.seen = _new_tuple(TensorRef, (info.serial, self._geometries.of(fields)))
         return seen
 
     def out_ref(self, tensor: Tensor) -> TensorRef:
@@ -227,7 +245,7 @@ class StorageTable:
         fields = geometry_fields(tensor)  # `info.ref(tensor)`, without its call
         seen = info.seen
         if fields != seen[1]:
-            seen = info.seen = _new_tuple(TensorRef, (info.serial, _new_tuple(Geometry, fields)))
+            seen = info.seen = _new_tuple(TensorRef, (info.serial, self._geometries.of(fields)))
         return seen
 
     def note_size(self, storage: torch.UntypedStorage) -> tuple[int, int] | None:
@@ -260,7 +278,8 @@ class StorageTable:
         if tensor.is_nested or tensor.dtype in QUANTISED:
             check_plain(tensor)  # raises
         infos = self.infos
-        info = StorageInfo(len(infos), tensor, storage)
+        geometry = self._geometries.of(geometry_fields(tensor))
+        info = StorageInfo(len(infos), tensor, storage, geometry)
         self._by_address[info.address] = info  # `register`, without its call
         infos.append(info)
         if self.observer is not None:

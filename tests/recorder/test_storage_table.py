@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from functionalize.errors import UnsupportedTensorError
 from functionalize.recorder.storage_table import StorageInfo, StorageTable
@@ -33,6 +34,28 @@ def test_views_of_one_storage_have_one_number_and_the_first_is_the_external() ->
     (external,) = table.externals
     assert external.tensor is x and external.info.name == "x" and not external.literal
     assert table.out_ref(x + 1).storage == 1 and table.born[1][0] == 16
+
+
+def test_tensors_with_equal_geometries_share_one() -> None:
+    table, x = StorageTable(), torch.ones(4, 2)
+    first = table.bring_in(x, "x").geometry
+    assert table.ref(torch.ones(4, 2)).geometry is first and table.out_ref(x + 1).geometry is first
+    assert table.ref(x[1:]).geometry is not first and table.ref(x).geometry is first
+    assert table.ref(torch.ones(2, 4).t()).geometry.stride == (1, 4)
+
+
+def test_sizes_of_an_enclosing_tracer_cannot_be_shared() -> None:
+    seen = []
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        table = StorageTable()
+        seen.append(table.bring_in(x, "x").geometry)
+        seen.append(table.out_ref(x[1:].clone()).geometry)
+        return x + 1
+
+    make_fx(traced, tracing_mode="symbolic")(torch.ones(5))
+    assert all(isinstance(each.size[0], torch.SymInt) for each in seen)
+    assert [int(each.size[0]) for each in seen] == [5, 4]
 
 
 def test_an_argument_on_a_resized_storage_is_noted() -> None:
