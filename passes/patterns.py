@@ -41,7 +41,7 @@ from torch import Tensor, fx
 
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.waits import WAIT
-from functionalize.planning.time.costs import arguments_of
+from functionalize.planning.time.calls import arguments_of
 
 aten = torch.ops.aten
 FUNCTIONAL = torch.ops._c10d_functional

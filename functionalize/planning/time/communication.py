@@ -30,7 +30,8 @@ from torch import fx
 from functionalize._compat.distributed import group_of_name
 from functionalize.ir.phases import phase_of
 from functionalize.planning.time.call_costs import Costs, call_costs
-from functionalize.planning.time.costs import arguments_of, is_collective
+from functionalize.planning.time.calls import arguments_of
+from functionalize.planning.time.costs import is_collective
 from functionalize.planning.time.messages import Message, group_name_of, sent
 from functionalize.planning.timeline.sums import summed
 from functionalize.program.program import Program

@@ -2,6 +2,7 @@
 
     flops(node)                   floating-point operations, by the formulas of `torch.utils.flop_counter`
     moved(node)                   bytes read and written; for a collective, the bytes each rank of a ring sends
+    cost_of(node)                 these and what else its time follows from on any machine
     seconds(node, machine)        the modelled time on a `Machine`
 
     kind of node                              seconds
@@ -23,7 +24,7 @@ from __future__ import annotations
 import operator
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -34,8 +35,11 @@ from functionalize.ir.barrier import BARRIER
 from functionalize.ir.waits import WAIT
 from functionalize.planning.machines.efficiency import COLLECTIVE, MEMORY, SUSTAINED
 from functionalize.planning.machines.machine import Machine
+from functionalize.planning.time.calls import arguments_of, nbytes_of
 from functionalize.planning.time.host_work import host_seconds, on_host
 from functionalize.planning.time.kernels import kind_of_kernel
+from functionalize.planning.time.messages import Message, message_of
+from functionalize.planning.timeline.categories import packet
 from functionalize.program.metadata import tensors_of
 
 aten = torch.ops.aten
@@ -81,7 +85,7 @@ def flops(node: fx.Node) -> int:
     if node.op != "call_function" or formula is None:
         return 0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    at = _QUERY.get(_packet_name(node))
+    at = _QUERY.get(packet(node))
     if at is not None and len(args) >= at + 3:
         args = _with_equal_heads(args, at)
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
@@ -115,12 +119,12 @@ def moved(node: fx.Node) -> int:
     read = [sum(map(nbytes_of, tensors_of(n.meta.get("val")))) for n in node.all_input_nodes]
     into = sum(read)
     if is_collective(node):
-        if _packet_name(node) in _REDUCES_AND_GATHERS:
+        if packet(node) in _REDUCES_AND_GATHERS:
             return 2 * into
         return abs(out - into) or into
-    if _packet_name(node) in _NOTHING_WRITTEN:
+    if packet(node) in _NOTHING_WRITTEN:
         return 0
-    if _packet_name(node) in _LOOKUPS and read:
+    if packet(node) in _LOOKUPS and read:
         return into - read[0] + min(read[0], out) + out
     if _is_mutable(node):  # its results are the arguments that it wrote
         out = sum(nbytes_of(t) for _, n in written_nodes(node) for t in tensors_of(n.meta["val"]))
@@ -129,36 +133,80 @@ def moved(node: fx.Node) -> int:
     return into + out
 
 
+class Cost(NamedTuple):
+    """What a call costs on any machine.
+
+    free: see `is_free`. flops, moved: 0 of a free call. dtype: that an op computes in. message: of a collective.
+    on_host: see `host_work.py`. between_devices: whether it copies from one device to another.
+    length: of the keys of an attention.
+    """
+
+    free: bool
+    flops: int = 0
+    moved: int = 0
+    dtype: torch.dtype | None = None
+    message: Message | None = None
+    on_host: bool = False
+    between_devices: bool = False
+    length: int | None = None
+
+
+_FREE = Cost(True)
+
+
+def cost_of(node: fx.Node) -> Cost:
+    """The cost of a call, from the values of its arguments and of its result."""
+    message = message_of(node) if is_collective(node) else None
+    if is_free(node):
+        return _FREE if message is None else Cost(True, message=message)
+    made = _first(node.meta.get("val"))
+    read = next((t for n in node.all_input_nodes for t in tensors_of(n.meta.get("val"))), None)
+    return Cost(
+        False,
+        flops(node),
+        moved(node),
+        dtype_of(node),
+        message,
+        on_host(node),
+        made is not None and read is not None and made.device.type != read.device.type,
+        _key_length(node),
+    )
+
+
+def _key_length(node: fx.Node) -> int | None:
+    """The length of the keys of an attention; None of other nodes."""
+    at = _QUERY.get(packet(node))
+    if at is None or len(node.args) <= at + 1:
+        return None
+    return int(node.args[at + 1].meta["val"].shape[-2])  # type: ignore[union-attr]
+
+
 def seconds(node: fx.Node, machine: Machine) -> float:
     """The modelled time of a node on a machine, by the table above."""
     if node.op != "call_function" or is_free(node):
         return 0.0
-    nbytes = moved(node)
     if is_collective(node):
+        nbytes = moved(node)
         share = machine.efficiency.share(COLLECTIVE, nbytes)
         return machine.latency + nbytes / (machine.link_bandwidth * share)
-    return op_seconds(node, machine, flops(node), nbytes)
+    return op_seconds(node, machine, cost_of(node))
 
 
-def op_seconds(node: fx.Node, machine: Machine, flops: int, nbytes: int) -> float:
-    """The modelled time of an op that is neither free nor a collective; flops, nbytes: of that op."""
-    made = _first(node.meta.get("val"))
-    if on_host(node):
+def op_seconds(node: fx.Node, machine: Machine, cost: Cost) -> float:
+    """The modelled time of an op that is neither free nor a collective; reads no values. cost: of that op."""
+    flops, nbytes = cost.flops, cost.moved
+    if cost.on_host:
         return host_seconds(node, machine, flops, nbytes)
-    read = next((t for n in node.all_input_nodes for t in tensors_of(n.meta.get("val"))), None)
-    if made is not None and read is not None and made.device.type != read.device.type:
+    if cost.between_devices:
         return machine.overhead + nbytes / 2 / machine.host_bandwidth  # nbytes: read + written
-    name = _packet_name(node)
-    kind = kind_of_kernel(name, flops)
+    kind = kind_of_kernel(packet(node), flops)
     share = machine.efficiency.share
     computing, family = 0.0, kind
     if flops:
-        size, executed, family = float(flops), float(flops), MEMORY
-        at = _QUERY.get(name)
-        if at is not None and len(node.args) > at + 1:
-            size = float(node.args[at + 1].meta["val"].shape[-2])  # type: ignore[union-attr]
-            executed = flops / 2 if _is_causal(node) else executed
-        computing = executed / (machine.rate(dtype_of(node)) * share(kind, size))
+        size, executed, family = float(cost.length or flops), float(flops), MEMORY
+        if cost.length is not None and _is_causal(node):
+            executed = flops / 2
+        computing = executed / (machine.rate(cost.dtype) * share(kind, size))
     moving = nbytes / (machine.memory_bandwidth * share(family, nbytes))
     alone = max(computing, moving)
     return machine.overhead + alone / share(SUSTAINED, alone)
@@ -167,13 +215,6 @@ def op_seconds(node: fx.Node, machine: Machine, flops: int, nbytes: int) -> floa
 def _is_causal(node: fx.Node) -> bool:
     """Whether an attention kernel skips what its causal mask hides."""
     return bool(arguments_of(node).get("is_causal", False))
-
-
-def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call by name."""
-    schema = getattr(node.target, "_schema", None)
-    names = [a.name for a in schema.arguments] if schema is not None else []
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def dtype_of(node: fx.Node) -> torch.dtype | None:
@@ -190,12 +231,7 @@ def is_collective(node: fx.Node) -> bool:
     if node.target is BARRIER:
         return True
     namespace = getattr(node.target, "namespace", "")
-    return namespace in ("_c10d_functional", "_dtensor") and _packet_name(node) not in _NO_MESSAGE
-
-
-def _packet_name(node: fx.Node) -> str:
-    packet = getattr(node.target, "overloadpacket", None)
-    return packet.__name__ if packet is not None else ""
+    return namespace in ("_c10d_functional", "_dtensor") and packet(node) not in _NO_MESSAGE
 
 
 def is_free(node: fx.Node) -> bool:
@@ -209,13 +245,6 @@ def is_free(node: fx.Node) -> bool:
         return True
     read = {storage_key(t) for n in node.all_input_nodes for t in tensors_of(n.meta.get("val"))}
     return all(key in read for key in made)
-
-
-def nbytes_of(tensor: Tensor) -> int:
-    """Bytes of a tensor's data; an expanded tensor counts the bytes that it occupies in memory."""
-    if tensor.layout != torch.strided:
-        return tensor.numel() * tensor.element_size()
-    return min(tensor.nbytes, int(tensor.untyped_storage().nbytes()))
 
 
 def _is_mutable(node: fx.Node) -> bool:

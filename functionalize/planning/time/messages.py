@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from functionalize.planning.time.costs import arguments_of, nbytes_of
+from functionalize.planning.time.calls import arguments_of, nbytes_of
 from functionalize.program.metadata import tensors_of
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"

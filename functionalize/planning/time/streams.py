@@ -51,9 +51,9 @@ from functionalize.ir.waits import WAIT
 from functionalize.planning.machines.efficiency import Host
 from functionalize.planning.machines.machine import Machine
 from functionalize.planning.report.spans import Span
-from functionalize.planning.time.call_costs import Cost, Costs
+from functionalize.planning.time.call_costs import Costs
 from functionalize.planning.time.communication import Groups
-from functionalize.planning.time.costs import is_collective, op_seconds
+from functionalize.planning.time.costs import Cost, is_collective, op_seconds
 from functionalize.planning.time.host_work import check_collective
 from functionalize.planning.time.messages import (
     ALL_GATHER,
@@ -191,7 +191,7 @@ class _SerialSchedule:
         cost = self.costs[node]
         known = self._seconds.get(address(cost))
         if known is None:
-            known = op_seconds(node, self.machine, cost.flops, cost.moved), self._ideal(cost)
+            known = op_seconds(node, self.machine, cost), self._ideal(cost)
             self._seconds[address(cost)] = known
         seconds, ideal = known
         return self._add(stream, node, at, seconds, stream != COMPUTE, cost.flops, 0, ideal)
