@@ -75,7 +75,7 @@ def measured(size: str, world: int) -> Row:
 def figures(step: Any) -> Any:
     """Compute all figures of a plan."""
     from functionalize.planning.machines.presets import MACHINES
-    from functionalize.sweep.summary import Figures
+    from functionalize.sweep.figures import Figures
 
     found = Figures.of(step.program, step.memory, MACHINES["h100"])
     assert found.row

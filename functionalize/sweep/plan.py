@@ -52,8 +52,9 @@ from functionalize.program.program import Program
 from functionalize.step.captured_step import CapturedStep
 from functionalize.sweep.changes import change, modules_of
 from functionalize.sweep.checks import check_functions, check_points, world_of
+from functionalize.sweep.figures import Figures, memory_of
 from functionalize.sweep.grid import WORLD_KEYS, AcceptedKeys, Point, of, points
-from functionalize.sweep.summary import Figures, Plan, Sweep, memory_of
+from functionalize.sweep.summary import Plan, Sweep
 from functionalize.sweep.training import Items
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.text import without_numbers

@@ -19,7 +19,8 @@ from functionalize.errors import FunctionalizeError, TuneError
 from functionalize.lifetimes.step_memory import StepMemory
 from functionalize.planning.report.display import human_bytes, human_seconds
 from functionalize.planning.report.memory_figures import EAGER
-from functionalize.sweep.summary import Figures, Plan
+from functionalize.sweep.figures import Figures
+from functionalize.sweep.summary import Plan
 from functionalize.sweep.training import Items
 from functionalize.tuning.compose import LayerAssignment, StepNumbers, options, solved
 from functionalize.tuning.policy import EagerPolicy, LayerPolicy

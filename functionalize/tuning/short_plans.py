@@ -24,9 +24,9 @@ from functionalize.ir.phases import FORWARD, OPTIMIZER
 from functionalize.planning.machines.machine import Machine
 from functionalize.planning.report.memory_figures import EAGER, MemoryFigures
 from functionalize.sweep.checks import target_on
+from functionalize.sweep.figures import Figures
 from functionalize.sweep.grid import AcceptedKeys, of
 from functionalize.sweep.plan import Planner, arguments, called
-from functionalize.sweep.summary import Figures
 from functionalize.sweep.training import Items
 from functionalize.tuning.choices import LayerChoice, frontier
 from functionalize.tuning.compose import StepNumbers

@@ -16,12 +16,13 @@ from functionalize.ir.ops import contiguous_geometry
 from functionalize.lifetimes import step_memory
 from functionalize.planning.machines.presets import MACHINES
 from functionalize.planning.time.call_costs import call_costs
+from functionalize.planning.time.step_time import step_time
 from functionalize.planning.timeline import program_memory
 from functionalize.planning.timeline.program_memory import program_timeline
 from functionalize.program import executable
 from functionalize.program.metadata import OpPlaces, Values, read_places
 from functionalize.repeats import Repeats
-from functionalize.sweep.summary import Figures
+from functionalize.sweep.figures import Figures
 from functionalize.tape.ownership import ownership_of
 from tests.steps import train
 from tests.sweep.stacks import KINDS, build, inputs
@@ -102,16 +103,35 @@ def test_values_inside_of_equal_layers_are_made_when_they_are_asked_for() -> Non
         step = captured("an odd one")
         whole = step.program.copy()
         whole.evaluate()
-        figures = Figures.of(step.program, step.memory, MACHINES["h100"])
-        assert figures.row["step"] > 0 and figures.traffic and figures.work
+        step.program.evaluate_for_costs()
         calls = [n for n in step.program.graph.nodes if n.op == "call_function"]
         made = {n.name for n in calls if "val" in n.meta}
-        assert len(made) < 0.9 * len(calls)
+        assert 0 < len(made) < 0.9 * len(calls)
+        costs = call_costs(step.program)
+        figures = Figures.of(step.program, step.memory, MACHINES["h100"])
+    assert figures.row["step"] > 0 and figures.traffic and figures.work
+    assert figures.time_range[0] > 0
+    assert not any(
+        name in n.meta for n in step.program.graph.nodes for name in ("val", "tensor_meta")
+    )
+    assert call_costs(step.program) == costs
     shared = step.program.copy()  # of a program that has some values
     for program in (shared, figures.program):
         names = "val", "tensor_meta", "phase", "module"
         both = zip(program.graph.nodes, whole.graph.nodes, strict=True)
         assert all(str(a.meta.get(k)) == str(b.meta.get(k)) for a, b in both for k in names)
+
+
+@pytest.mark.parametrize("ask", ["evaluate", "describe"])
+def test_figures_leave_the_values_that_were_asked_for(ask: str) -> None:
+    with fz.world(4):
+        step = captured("tied")
+        getattr(step.program, ask)()
+        values = [n.meta["val"] for n in step.program.graph.nodes if n.op != "output"]
+        figures = Figures.of(step.program, step.memory, MACHINES["h100"])
+        assert figures.row["step"] > 0
+        nodes = [n for n in step.program.graph.nodes if n.op != "output"]
+        assert all(n.meta["val"] is value for n, value in zip(nodes, values, strict=True))
 
 
 def test_a_graph_that_changes_has_the_values_that_it_had() -> None:
@@ -128,6 +148,23 @@ def test_a_graph_that_changes_has_the_values_that_it_had() -> None:
         assert bare and call_costs(program).values() and all("val" in n.meta for n in bare)
         expected = {node.name: cost for node, cost in call_costs(whole).items()}
         assert {node.name: cost for node, cost in call_costs(program).items()} == expected
+
+
+def test_a_graph_that_changes_after_its_figures_has_values_again() -> None:
+    """Values that figures have dropped are made of the graph as it is then: a node may read a new one."""
+    with fz.world(4):
+        step = captured("an odd one")
+        program = step.program
+        figures = Figures.of(program, step.memory, MACHINES["h100"])
+        seconds = figures.row["step"]
+        made = program.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)[0]
+        with program.graph.inserting_before(made):
+            halved = program.graph.call_function(made.target, (made.args[0], 0.5))
+        made.args = halved, *made.args[1:]
+        costs = call_costs(program)
+        assert costs[halved].moved > 0 and halved.meta["val"].shape == made.meta["val"].shape
+        groups = figures.members
+        assert step_time(program, MACHINES["h100"], groups=groups).seconds > seconds
 
 
 @pytest.mark.parametrize("writes", [True, False])

@@ -27,7 +27,7 @@ from functionalize.ir import fakes
 from functionalize.ir.ops import geometry_of
 from functionalize.planning.machines.presets import MACHINES
 from functionalize.program.metadata import propagate, tensors_of
-from functionalize.sweep.summary import Figures
+from functionalize.sweep.figures import Figures
 from functionalize.util import user_stack
 from tests.steps import train
 from tests.sweep.stacks import KINDS, build, inputs

@@ -1,7 +1,9 @@
 """What a call of a graph says of itself: its arguments by name, and the bytes of its tensors.
 
-arguments_of(node)     {"input": <node>, "dim": 1}
-nbytes_of(tensor)      12
+    arguments_of(node)     {"input": <node>, "dim": 1}
+    nbytes_of(tensor)      12
+
+Costs and messages are worked out from these; passes read the arguments.
 """
 
 from __future__ import annotations
