@@ -63,6 +63,7 @@ class StackTexts:
         """stacks: those that will be asked for; others are read one by one."""
         # By the address of a stack, which is held.
         self._known: dict[int, tuple[CapturedTraceback, _Read]] = {}
+        self._first: dict[int, CapturedTraceback] = {}  # by number of what was read
         self._count = 0
         self._traces: dict[tuple[_Frame, ...], str | None] = {(): None}
         self._lines: dict[tuple[_Frame, ...], str] = {(): ""}
@@ -77,12 +78,17 @@ class StackTexts:
             if key not in read:
                 self._count += 1
                 read[key] = _read(frames, self._count)
+                self._first[self._count] = stack
             self._known[address(stack)] = stack, read[key]
 
     def _of(self, stack: CapturedTraceback) -> _Read:
         if address(stack) not in self._known:
             self._learn([stack])
         return self._known[address(stack)][1]
+
+    def shared(self, stack: CapturedTraceback | None) -> CapturedTraceback | None:
+        """The first of the stacks with the same frames: each takes most of a kilobyte."""
+        return self._first[self._of(stack).number] if stack is not None else None
 
     def trace(self, stack: CapturedTraceback | None) -> str | None:
         """`trace_of` of one of the stacks."""

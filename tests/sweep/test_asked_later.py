@@ -203,6 +203,18 @@ def test_modules_and_phases_are_those_of_the_whole_metadata(kinds: str, memory: 
     assert sum("module" in each for each in found[0]) > len(found[0]) / 2
 
 
+def test_ops_of_equal_layers_share_their_stacks() -> None:
+    with fz.world(4):
+        step = captured("an odd one")
+        records = step.memory.lifetimes.records
+        stacks = [each.traceback for each in records]
+        texts = [str(each.summary()) for each in stacks]
+        step.program.evaluate_for_costs()
+        shared = [each.traceback for each in records]
+    assert [str(each.summary()) for each in shared] == texts
+    assert len(set(texts)) <= len(set(map(id, shared))) < len(set(map(id, stacks))) / 2
+
+
 def test_an_evaluated_program_has_what_figures_read_and_keeps_its_records() -> None:
     with fz.world(4):
         program = captured("tied").program
