@@ -94,6 +94,7 @@ def read_places(graph: fx.Graph, places: Callable[[TapeNotes], Any]) -> None:
     """Fill where in the step and in the model recorded ops are, and the sizes that depend on data."""
     updates: list[fx.Node] = []
     tape = _Tape(graph, places)
+    tape.share_stacks()
     for node, record in tape.recorded:
         if tape.stacks.is_update(record.traceback):
             updates.append(node)
@@ -155,6 +156,11 @@ class _Tape:
         emitted = {address(record) for _, record in self.recorded if record.tape is not None}
         found: Mapping[int, int] = self._own.readers(emitted)
         return found
+
+    def share_stacks(self) -> None:
+        """Let all ops of the recording that have equal stacks share one: equal layers have equal stacks."""
+        for record in self._notes.records if self._notes is not None else ():
+            record.traceback = self.stacks.shared(record.traceback)
 
     def place(self, node: fx.Node, record: OpRecord) -> None:
         """Fill the module of an op, and its role for FSDP2."""

@@ -69,12 +69,8 @@ class OpPlaces:
 
     @cached_property
     def stacks(self) -> StackTexts:
-        """The stacks of the recording. From now on ops with equal ones share one: equal layers have equal stacks."""
-        records = self._notes.records
-        found = StackTexts(record.traceback for record in records)
-        for record in records:
-            record.traceback = found.shared(record.traceback)
-        return found
+        """The stacks of the recording."""
+        return StackTexts(record.traceback for record in self._notes.records)
 
     def maker(self, record: OpRecord) -> Maker | None:
         """What made the node in which an op ran. For a leaf's node: the first op that used the leaf."""

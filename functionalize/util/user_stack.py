@@ -49,11 +49,14 @@ class _Frame(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """What was read of stacks with the same frames. users: those of the user's, innermost first. number: of these."""
+    """What was read of stacks with the same frames. users: those of the user's, innermost first.
+
+    updates: whether `torch.optim` ran the op. first: of the stacks.
+    """
 
     users: tuple[_Frame, ...]
     updates: bool
-    number: int
+    first: CapturedTraceback
 
 
 class StackTexts:
@@ -63,8 +66,6 @@ class StackTexts:
         """stacks: those that will be asked for; others are read one by one."""
         # By the address of a stack, which is held.
         self._known: dict[int, tuple[CapturedTraceback, _Read]] = {}
-        self._first: dict[int, CapturedTraceback] = {}  # by number of what was read
-        self._count = 0
         self._traces: dict[tuple[_Frame, ...], str | None] = {(): None}
         self._lines: dict[tuple[_Frame, ...], str] = {(): ""}
         self._after: dict[tuple[int, Any], str] = {}
@@ -76,9 +77,7 @@ class StackTexts:
         for stack, frames in zip(stacks, found, strict=True):
             key = tuple(map(address, frames))  # equal frames are one object
             if key not in read:
-                self._count += 1
-                read[key] = _read(frames, self._count)
-                self._first[self._count] = stack
+                read[key] = _read(frames, stack)
             self._known[address(stack)] = stack, read[key]
 
     def _of(self, stack: CapturedTraceback) -> _Read:
@@ -88,7 +87,7 @@ class StackTexts:
 
     def shared(self, stack: CapturedTraceback | None) -> CapturedTraceback | None:
         """The first of the stacks with the same frames: each takes most of a kilobyte."""
-        return self._first[self._of(stack).number] if stack is not None else None
+        return self._of(stack).first if stack is not None else None
 
     def trace(self, stack: CapturedTraceback | None) -> str | None:
         """`trace_of` of one of the stacks."""
@@ -120,14 +119,14 @@ class StackTexts:
         """`line_after` of one of the stacks."""
         if stack is None:
             return ""
-        key = self._of(stack).number, begins
+        key = address(self._of(stack).first), begins
         if key not in self._after:
             self._after[key] = line_after(stack, begins)
         return self._after[key]
 
 
-def _read(frames: Iterable[dict[str, Any]], number: int) -> _Read:
-    """Read frames, innermost first."""
+def _read(frames: Iterable[dict[str, Any]], first: CapturedTraceback) -> _Read:
+    """Read frames, innermost first. first: of the stacks that have them."""
     users, updates = [], None
     for frame in frames:
         filename = frame["filename"]
@@ -136,7 +135,7 @@ def _read(frames: Iterable[dict[str, Any]], number: int) -> _Read:
             updates = updates or False
         elif updates is None and filename.startswith(_OPTIMIZERS):
             updates = True
-    return _Read(tuple(users), bool(updates), number)
+    return _Read(tuple(users), bool(updates), first)
 
 
 def line_of(captured: CapturedTraceback | None) -> str:

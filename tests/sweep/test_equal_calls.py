@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -95,10 +94,9 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no two layers, no two calls, and no two stacks, be alike."""
     layer_by_layer(monkeypatch)
     monkeypatch.setattr(fakes, "_key", _no_key)
-    numbers = itertools.count()
 
     def read(self: user_stack.StackTexts, stack: Any) -> user_stack._Read:
-        return user_stack._read(user_stack.symbolized([stack])[0], next(numbers))
+        return user_stack._read(user_stack.symbolized([stack])[0], stack)
 
     monkeypatch.setattr(user_stack.StackTexts, "_of", read)
 
