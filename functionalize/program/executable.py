@@ -85,7 +85,6 @@ class Executable:
     notes: TapeNotes | None = field(default=None, repr=False)
     _module: fx.GraphModule | None = field(default=None, repr=False)
     _values: Values | None = field(default=None, repr=False)
-    _has_places: bool = field(default=False, repr=False)
     _described: bool = field(default=False, repr=False)
     _run: Callable[..., Sequence[Any]] | None = field(default=None, repr=False)
     _random: bool = field(default=True, repr=False)
@@ -135,18 +134,9 @@ class Executable:
             if self.notes is not None:
                 self.notes.resolved = None  # the records of a plan keep the notes alive
 
-    def drop_values(self) -> None:
-        """Drop the values that `evaluate_for_costs` has made; those of `evaluate` stay.
-
-        They are made again, of the graph as it is then, when they are asked for.
-        """
-        if self._values is not None and self._values.drop():
-            self._values = None
-
     def _evaluate(self, places: Callable[[TapeNotes], Any]) -> Values:
         if self._values is None:
-            self._values = Values(self) if self._has_places else evaluate(self, places)
-            self._has_places = True
+            self._values = evaluate(self, places)
         return self._values
 
     @property

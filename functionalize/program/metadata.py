@@ -270,16 +270,6 @@ class Values:
         self._env.clear()
         self._recipes.clear()
 
-    def drop(self) -> bool:
-        """Remove them from the nodes, unless all were asked for. Returns whether they were removed."""
-        if self._finished:
-            return False
-        for node, value in self._env.items():
-            if node.meta.get("val") is value:
-                del node.meta["val"]
-                node.meta.pop("tensor_meta", None)
-        return True
-
     def _fill(self, wanted: Container[int]) -> None:
         """Make the missing values at some places, and of all nodes outside of blocks that are like others."""
         with disable_current_modes(), torch.no_grad(), only_young_collections():

@@ -4,8 +4,8 @@
     figures.row                                         all of them as numbers, found at once
     figures.program_peak, figures.program               found when they are asked for
 
-The values of the program's nodes are needed for the costs alone, and are dropped then: a sweep keeps the programs of
-all its points.
+Invariant: fake values are made inside the world, whose target decides on dtypes; outside of it, those that are
+missing are made from descriptions of values there.
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ class Figures:
 
     @cached_property
     def _costs(self) -> Costs:
-        costs = call_costs(self._program)
-        self._program.drop_values()
-        return costs
+        return call_costs(self._program)
 
     @cached_property
     def work(self) -> list[Work]:

@@ -118,7 +118,7 @@ class Template:
         for node in program.graph.nodes:
             for key in ("val", "tensor_meta"):
                 node.meta.pop(key, None)
-        program._values, program._has_places, program._described = None, False, False
+        program._values, program._described = None, False
         return program
 
     def text(self) -> str:

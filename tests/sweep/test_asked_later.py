@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 import functionalize as fz
 from functionalize.errors import MemoryReportError
@@ -16,7 +16,6 @@ from functionalize.ir.ops import contiguous_geometry
 from functionalize.lifetimes import step_memory
 from functionalize.planning.machines.presets import MACHINES
 from functionalize.planning.time.call_costs import call_costs
-from functionalize.planning.time.step_time import step_time
 from functionalize.planning.timeline import program_memory
 from functionalize.planning.timeline.program_memory import program_timeline
 from functionalize.program import executable
@@ -107,14 +106,9 @@ def test_values_inside_of_equal_layers_are_made_when_they_are_asked_for() -> Non
         calls = [n for n in step.program.graph.nodes if n.op == "call_function"]
         made = {n.name for n in calls if "val" in n.meta}
         assert 0 < len(made) < 0.9 * len(calls)
-        costs = call_costs(step.program)
         figures = Figures.of(step.program, step.memory, MACHINES["h100"])
-    assert figures.row["step"] > 0 and figures.traffic and figures.work
-    assert figures.time_range[0] > 0
-    assert not any(
-        name in n.meta for n in step.program.graph.nodes for name in ("val", "tensor_meta")
-    )
-    assert call_costs(step.program) == costs
+        assert figures.row["step"] > 0 and figures.traffic and figures.work
+        assert made == {n.name for n in calls if "val" in n.meta}
     shared = step.program.copy()  # of a program that has some values
     for program in (shared, figures.program):
         names = "val", "tensor_meta", "phase", "module"
@@ -122,16 +116,26 @@ def test_values_inside_of_equal_layers_are_made_when_they_are_asked_for() -> Non
         assert all(str(a.meta.get(k)) == str(b.meta.get(k)) for a, b in both for k in names)
 
 
-@pytest.mark.parametrize("ask", ["evaluate", "describe"])
-def test_figures_leave_the_values_that_were_asked_for(ask: str) -> None:
+def test_values_that_are_asked_for_outside_of_the_world_are_those_of_its_target() -> None:
+    """CUDA keeps the statistics of a layer norm in float32, a CPU in half precision."""
     with fz.world(4):
-        step = captured("tied")
-        getattr(step.program, ask)()
-        values = [n.meta["val"] for n in step.program.graph.nodes if n.op != "output"]
+        layers = [nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32)) for _ in range(6)]
+        model = nn.Sequential(*layers).bfloat16()
+        step = fz.capture(train, memory=True)
+        optimizer, x = torch.optim.SGD(model.parameters()), torch.randn(8, 32).bfloat16()
+        while step.program is None:
+            step(model, optimizer, x)
+        whole = step.program.copy()
+        whole.evaluate()
         figures = Figures.of(step.program, step.memory, MACHINES["h100"])
         assert figures.row["step"] > 0
-        nodes = [n for n in step.program.graph.nodes if n.op != "output"]
-        assert all(n.meta["val"] is value for n, value in zip(nodes, values, strict=True))
+    norm = torch.ops.aten.native_layer_norm.default
+    looks = [
+        [str(t.dtype) for t in node.meta["val"]]
+        for program in (whole, figures.program)
+        for node in program.graph.find_nodes(op="call_function", target=norm)
+    ]
+    assert looks == [["torch.bfloat16", "torch.float32", "torch.float32"]] * 12
 
 
 def test_a_graph_that_changes_has_the_values_that_it_had() -> None:
@@ -148,23 +152,6 @@ def test_a_graph_that_changes_has_the_values_that_it_had() -> None:
         assert bare and call_costs(program).values() and all("val" in n.meta for n in bare)
         expected = {node.name: cost for node, cost in call_costs(whole).items()}
         assert {node.name: cost for node, cost in call_costs(program).items()} == expected
-
-
-def test_a_graph_that_changes_after_its_figures_has_values_again() -> None:
-    """Values that figures have dropped are made of the graph as it is then: a node may read a new one."""
-    with fz.world(4):
-        step = captured("an odd one")
-        program = step.program
-        figures = Figures.of(program, step.memory, MACHINES["h100"])
-        seconds = figures.row["step"]
-        made = program.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)[0]
-        with program.graph.inserting_before(made):
-            halved = program.graph.call_function(made.target, (made.args[0], 0.5))
-        made.args = halved, *made.args[1:]
-        costs = call_costs(program)
-        assert costs[halved].moved > 0 and halved.meta["val"].shape == made.meta["val"].shape
-        groups = figures.members
-        assert step_time(program, MACHINES["h100"], groups=groups).seconds > seconds
 
 
 @pytest.mark.parametrize("writes", [True, False])
