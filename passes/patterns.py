@@ -161,15 +161,15 @@ def reduces(graph: fx.Graph) -> list[Reduce]:
 
 def _collective(node: fx.Node) -> Collective:
     target: Any = node.target
-    schema, given = getattr(target, "_schema", None), arguments_of(node)
+    schema, arguments = getattr(target, "_schema", None), arguments_of(node)
     values = [n.meta.get("val") for n in node.all_input_nodes]
     tensors = [v for v in values if isinstance(v, Tensor)]
     kind = schema.name.split("::")[1] if schema is not None else str(target)
-    op = given.get("reduce_op")
+    op = arguments.get("reduce_op")
     return Collective(
         node,
         kind,
-        str(given.get("group_name", node.args[0] if node.args else "")),
+        str(arguments.get("group_name", node.args[0] if node.args else "")),
         None if op is None else str(op),
         tuple(t.dtype for t in tensors),
         tuple(tuple(t.shape) for t in tensors),
