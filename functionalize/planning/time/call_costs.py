@@ -3,7 +3,7 @@
     costs = call_costs(program)
     costs[node]              Cost(free=False, flops=..., moved=..., dtype=..., message=None, on_host=False)
 
-Invariant: equal to `cost_of` each node, one object for the nodes at one place of blocks that are alike.
+Invariant: equal to `cost_of(node)` of each node, one object for the nodes at one place of blocks that are alike.
 Linear in nodes and edges.
 """
 

@@ -1,4 +1,4 @@
-"""What a call of a graph says of itself: its arguments by name, and the bytes of its tensors.
+"""The arguments of a call of a graph by their names, and the bytes of a tensor.
 
     arguments_of(node)     {"input": <node>, "dim": 1}
     nbytes_of(tensor)      12
