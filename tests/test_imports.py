@@ -55,6 +55,7 @@ ORDER = [
     "step_backward",
     "entry",
     "deferral",
+    "equal_layers",
     "sweep",
     "calibration",
     "tuning",

@@ -96,11 +96,15 @@ class OpCategories:
                 self._note_cast(refs_in([record.args, record.kwargs]), refs_in(record.outputs))
 
     def _note(self, i: int, record: OpRecord) -> None:
-        storages = storages_in((record,))
+        storages, outputs = storages_in((record,)), record.outputs
         read = self._read.get(self.phases[i])
         if read is not None:
             read |= storages
-        for storage in storages.union(ref.storage for ref in refs_in(record.outputs)):
+        if type(outputs) is TensorRef:  # nearly all
+            storages.add(outputs[0])
+        elif outputs is not None:
+            storages.update([ref[0] for ref in refs_in(outputs)])
+        for storage in storages:
             self.uses.setdefault(storage, []).append(i)
 
     def _note_cast(self, inputs: list[TensorRef], outputs: list[TensorRef]) -> None:
