@@ -30,6 +30,7 @@ import torch
 import functionalize as fz
 from benchmarks.machine import machine
 from examples import llama
+from functionalize.equal_layers.planned_step import PlannedStep
 from functionalize.util.gc_pause import only_young_collections
 
 Row = dict[str, Any]
@@ -48,7 +49,7 @@ def measured(size: str, world: int) -> Row:
     with fz.world(world), only_young_collections():  # as `fz.plan` does
         built = llama.build(size)
         lap("build")
-        step = fz.capture(llama.step, memory=True)
+        step = PlannedStep(llama.step)
         batch = llama.inputs(1)
         while step.program is None:
             step(*built, *batch)
