@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +23,12 @@ import functionalize as fz
 from examples import llama
 from functionalize import repeats
 from functionalize.ir import fakes
-from functionalize.ir.ops import geometry_of
 from functionalize.planning.machines.presets import MACHINES
-from functionalize.program.metadata import propagate, tensors_of
+from functionalize.program.metadata import propagate
 from functionalize.sweep.figures import Figures
 from functionalize.util import user_stack
 from tests.steps import train
+from tests.sweep.comparing import assert_equal, everything
 from tests.sweep.stacks import KINDS, build, inputs
 
 pytestmark = pytest.mark.long
@@ -37,48 +37,6 @@ pytestmark = pytest.mark.long
 def layers_that_differ() -> list[Any]:
     given = {"world": 4, "kinds": KINDS["of all kinds"], "machine": "h100"}
     return fz.plan(build, train, grid={"batch": [8, 12]}, inputs=inputs, **given).plans
-
-
-def everything(figures: Figures) -> Any:
-    """All that a plan knows, as plain values; first the costs, of which some values in equal layers are not made."""
-    costs = {
-        "row": figures.row,
-        "times": figures.times,
-        "spans": figures.time.to_json(spans=True),
-        "work": figures.work,
-        "traffic": figures.traffic,
-    }
-    memory = figures.memory
-    events = [list(events_of(timeline)) for timeline in memory.timelines.values()]
-    texts = [
-        [str(each).replace(" at 0x", "") for each in timeline.allocations]
-        for timeline in memory.timelines.values()
-    ]
-    graph = figures.program.graph_module.graph  # described
-    nodes = [(n.name, {k: str(v) for k, v in n.meta.items()}) for n in graph.nodes]
-    storages: dict[Any, int] = {}
-    tensors = [t for n in graph.nodes for t in tensors_of(n.meta.get("val"))]
-    values = [
-        (geometry_of(t), t.device, (whole := t.untyped_storage()).nbytes(), whole._cdata)
-        for t in tensors
-    ]
-    shared = [storages.setdefault(at, len(storages)) for *_, at in values]
-    return {
-        "values": [each[:-1] for each in values],
-        "shared": shared,
-        **costs,
-        "memory": memory.to_json(timelines=True),
-        "events": events,
-        "allocations": texts,
-        "nodes": nodes,
-        "tape": str(figures.program.tape()),
-    }
-
-
-def events_of(timeline: Any) -> Iterator[Any]:
-    number = {id(each): i for i, each in enumerate(timeline.allocations)}
-    for event in timeline.events:
-        yield event.op, event.made, number[id(event.allocation)]
 
 
 def _no_key(*given: Any) -> Any:
@@ -109,11 +67,6 @@ def test_a_plan_is_equal_to_the_long_way() -> None:
             found.append([everything(plan.figures) for plan in layers_that_differ()])
     for at_once, alone in zip(*found, strict=True):
         assert_equal(at_once, alone)
-
-
-def assert_equal(at_once: dict[str, Any], alone: dict[str, Any]) -> None:
-    for key, value in at_once.items():
-        assert value == alone[key], key
 
 
 def check(model: Callable[[], Any], function: Any, *batch: Any, world: int = 4) -> float:
