@@ -28,9 +28,8 @@ from functionalize.tape.notes import EnteredRange, FunctionCall, ModuleMark
 T = TypeVar("T")
 Entries = Sequence[tuple[int, T]]  # what holds from a place on
 _Node = tuple[bool, int]  # whether it is that of a leaf; the leaf's address, or the new number
-_Numbering = tuple[
-    int | None, Made | None
-]  # of an op: the node in which it ran, and those that it made
+# Of an op: the node in which it ran, and those that it made.
+_Numbering = tuple[int | None, Made | None]
 
 
 class _Numbers(NamedTuple):
