@@ -33,16 +33,17 @@ class ExpandedRun:
     ops: for each op of the whole recording, its place in the new one; None for one that is not in it.
     places: for each op of the short recording, its place in the new one.
     own: for each storage of the whole recording, its number in the new one; none for one that is not in it.
+    gaps: each gap, with the op of the short recording before which it is.
     """
 
     def __init__(self, left_out: LeftOut, other: RunRecord) -> None:
         self.left_out, self.whole, self.other = left_out, left_out.whole, other
         self.same = Correspondence(left_out, other)
-        self._gaps = [(gap, self.gap_before(gap)) for gap in left_out.gaps]
+        self.gaps = [(gap, self._before(gap)) for gap in left_out.gaps]
         self.ops, self.places = self._place()
         # Storages of which the short recording does not show the lives: as in the whole one.
-        unshown = {self.same.back[each] for each in self.same.unshown if each in self.same.back}
-        self._moved = {*left_out.moved, *unshown}
+        self._unshown = {self.same.back[s] for s in self.same.unshown if s in self.same.back}
+        self._moved = left_out.moved | self._unshown
         self.own: dict[int, int] = {}
         self._added: list[tuple[int, int]] = []  # storages of the whole run, with their numbers
         self._seen: list[TensorRef | None] = []  # by storage, the last reference that was made
@@ -52,7 +53,7 @@ class ExpandedRun:
         self._changes = self._lives()
         self._sums = self._summed()
 
-    def gap_before(self, gap: LayerGap) -> int:
+    def _before(self, gap: LayerGap) -> int:
         """The op of the short recording before which a gap is."""
         ops = self.same.ops
         before = -1 if gap.start == 0 else ops.get(gap.start - 1)
@@ -66,7 +67,7 @@ class ExpandedRun:
     def _place(self) -> tuple[list[int | None], list[int]]:
         ops: list[int | None] = [None] * len(self.whole.records)
         places, at = [], 0
-        gaps = iter([*self._gaps, None])
+        gaps = iter([*self.gaps, None])
         gap = next(gaps)
         for place in range(len(self.other.records) + 1):
             while gap is not None and gap[1] == place:
@@ -273,16 +274,13 @@ class ExpandedRun:
         other, notes = self.other, self.other.notes
         for serial, number in self._added:
             self._add(serial, number)
-        unshown = {self.same.back[each] for each in self.same.unshown if each in self.same.back}
-        for serial in unshown | (self.left_out.like.keys() & self.whole.names.keys()):
+        for serial in self._unshown | (self.left_out.like.keys() & self.whole.names.keys()):
             self._see(serial)
         other.records[:] = [self._record(*each) for each in self._records]
         notes.changes[:], notes.sums = self._changes, self._sums
         places = [*self.places, len(self._records)]
         notes.updates = [
-            range(places[each.start], places[each.stop - 1] + 1)
-            if each
-            else range(places[each.start], places[each.start])
+            range(places[each.start], places[each[-1]] + 1 if each else places[each.start])
             for each in notes.updates
         ]
 

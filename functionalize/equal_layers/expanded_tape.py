@@ -85,11 +85,11 @@ class ExpandedTape:
 
     def _numbered_gaps(self) -> Iterable[_Numbers]:
         whole, other, added = _Made(self._whole), _Made(self._other), 0
-        for gap in self._run.left_out.gaps:
+        for gap, place in self._run.gaps:
             start, end = whole.next(gap.start), whole.next(gap.end)
             if start == end:
                 continue
-            before = other.next(self._run.gap_before(gap))
+            before = other.next(place)
             yield _Numbers(start, end, before, before + added)
             added += end - start
 
@@ -122,7 +122,7 @@ class ExpandedTape:
         return number - gap.before + gap.new + gap.end - gap.start
 
     def _leaf(self, leaf: int) -> int:
-        """The number of the node of a leaf, by its address; numbers are given in the order of their first use."""
+        """The number of the node of a leaf, by its address, in the order of their first use."""
         found = self._leaf_numbers.get(leaf)
         if found is None:
             self._leaves.append(leaf)

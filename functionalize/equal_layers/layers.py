@@ -32,16 +32,16 @@ from functionalize.util.tensor_wrappers import plain_tensors
 
 Layer = tuple[int, int]  # the number of a run, and of a layer in it
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-FIRST, LAST = (
-    3,
-    2,
-)  # layers of a run that a short run runs; the last of the first ones stands in for those left out
+# How many layers of a run a short run runs, the first and the last ones. The last of the first ones stands in for
+# those left out.
+FIRST, LAST = 3, 2
 _SHORTEST = FIRST + LAST + 3
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, types.NoneType})
 _ATOMS = (torch.dtype, torch.device, torch.memory_format, torch.Size, type, types.ModuleType)
 # Attributes of a module that are compared apart, and hooks that no step calls.
 _APART = frozenset({"_parameters", "_buffers", "_modules"})
 _OF_STATE_DICTS = re.compile("_(load_)?state_dict_(pre_|post_)?hooks")
+_HOOKS = re.compile("_(forward|backward)_(pre_)?hooks(_with_kwargs|_always_called)?")
 _OF_FSDP = "__composable_api_state_key"
 _DEEPEST = 16
 _EMPTY = types.CellType()
@@ -108,6 +108,11 @@ class EqualLayers:
     def left_out(self) -> list[nn.Module]:
         """The layers that a short run leaves out."""
         return [run.modules[place] for run in self.runs for place in run.left_out]
+
+    @property
+    def attributes(self) -> Set[str]:
+        """The attributes that differ, as `read` of `of`."""
+        return {text_of(kind, name) for kind, names in self.differing.items() for name in names}
 
     def of_module(self, name: str) -> Layer | None:
         """The layer that a module is, or is in."""
@@ -199,6 +204,8 @@ class _Likeness:
             return False
         for name, value in own.items():
             other = others[name]
+            if _HOOKS.fullmatch(name):  # by their numbers, which are of the process
+                value, other = [*value.values()], [*other.values()]
             if self._same(value, other, 0):
                 continue
             if not (type(value) in _PLAIN and type(other) in _PLAIN) or name == "training":
@@ -220,8 +227,6 @@ class _Likeness:
         if isinstance(a, nn.Module):
             return self._parts.get(address(a)) is b
         if isinstance(a, dict):
-            if any(type(key) is int for key in a):  # hooks, by their numbers
-                return self._same([*a.values()], [*b.values()], deeper)
             return [*a] == [*b] and all(self._same(a[key], b[key], deeper) for key in a)
         if isinstance(a, (list, tuple)):
             same = (self._same(x, y, deeper) for x, y in zip(a, b, strict=False))

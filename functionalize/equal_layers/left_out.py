@@ -138,9 +138,7 @@ def _are_alike(one: OpRecord, other: OpRecord) -> bool:
         return False
     if one.makes and other.makes and count_of(one.makes) != count_of(other.makes):
         return False
-    if (one.resized or other.resized) and [n for _, n in one.resized] != [
-        n for _, n in other.resized
-    ]:
+    if [n for _, n in one.resized] != [n for _, n in other.resized]:
         return False
     if "born" in one.meta and [*born(one).values()] != [*born(other).values()]:
         return False

@@ -26,7 +26,6 @@ from functionalize.equal_layers.left_gradients import LeftGradients
 from functionalize.equal_layers.left_out import LeftOut
 from functionalize.equal_layers.recorded_run import RunRecord, Unlike
 from functionalize.equal_layers.short_run import ShortRun
-from functionalize.errors import FunctionalizeError
 from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.recorder.recorder import Recorder
 from functionalize.step.cache import CachedProgram
@@ -40,7 +39,7 @@ _FIRST = "it is the first one"
 log = logging.getLogger("functionalize")
 
 
-class ShortRunError(FunctionalizeError):
+class ShortRunError(Exception):
     """A run of a step without most of its equal layers raised an error, which the whole step may not."""
 
 
@@ -49,11 +48,20 @@ class _Whole:
 
     def __init__(self, run: RecordedRun, program: CachedProgram, read: Set[str]) -> None:
         """read: attributes that layers read, which must be equal."""
-        self.layers = EqualLayers.of(run.entry.roots.walk(), read)
+        if not program.effects.are_none:
+            raise Unlike("the step changes what FSDP2 keeps in Python")
+        named = run.entry.roots.walk()
+        self.layers = EqualLayers.of(named, read)
         if not self.layers.runs:
             raise Unlike("it has no equal layers")
+        try:
+            self.left_out = LeftOut(_run_record(run, self.layers), self.layers)
+        except Unlike:  # they may be equal where what differs is equal, too
+            self.layers = EqualLayers.of(named, read | self.layers.attributes)
+            if not self.layers.runs:
+                raise
+            self.left_out = LeftOut(_run_record(run, self.layers), self.layers)
         self.gradients = LeftGradients(self.layers, run.recorder.storages)
-        self.left_out = LeftOut(_run_record(run, self.layers), self.layers)
         self._leaves = _left_behind(run, program)
 
     def leaves_as(self, run: FinishedRun, program: CachedProgram) -> bool:
@@ -83,6 +91,8 @@ class PlannedStep(CapturedStep):
             except Unlike as error:
                 self._short = False
                 self._is_whole(str(error))
+        if self._whole is not None and has_hooks_of_modules():
+            self._is_whole("hooks on all modules may see every layer")
         if self._short and self._whole is not None:
             try:
                 return self._expanded(self._whole, call, recorder)
@@ -95,8 +105,6 @@ class PlannedStep(CapturedStep):
 
     def _expanded(self, whole: _Whole, call: Invocation, recorder: Recorder) -> RecordedRun:
         """A short run of a call, made whole."""
-        if has_hooks_of_modules():
-            raise Unlike("hooks on all modules may see every layer")
         short = ShortRun(whole.layers)
         try:
             run = super()._record(replace(call, observer=short), recorder)
@@ -148,8 +156,6 @@ def _run_record(run: RecordedRun, layers: EqualLayers) -> RunRecord:
 
 
 def _left_behind(run: RecordedRun, program: CachedProgram) -> Any:
-    """What a step changes outside of tensors that were there: gradients, and numbers and objects of Python."""
-    if not program.effects.are_none:
-        raise Unlike("the step changes what FSDP2 keeps in Python")
-    moves = run.moving.key
-    return len(program.slots), len(program.python_effects), moves and moves[:2]
+    """What a step changes outside of tensors that were there: FSDP2's state, gradients, numbers and objects."""
+    effects, moves = program.effects.are_none, run.moving.key
+    return effects, len(program.slots), len(program.python_effects), moves and moves[:2]

@@ -39,11 +39,8 @@ class RunRecord:
         layers: EqualLayers,
     ) -> None:
         self.storages, self.notes, self._layers = recorder.storages, notes, layers
-        self.records, self.infos, self.tape = (
-            recorder.records,
-            recorder.storages.infos,
-            recorder.tape,
-        )
+        self.records, self.tape = recorder.records, recorder.tape
+        self.infos = recorder.storages.infos
         log = recorder.scalar_log
         self.facts = tuple(log.facts.values()) if log is not None else ()
         self.frozen = {id(scalar.record) for scalar in recorder.scalars}

@@ -54,7 +54,7 @@ class ShortRun:
         self._calls: dict[int, _StandIn] = {}  # by the number of the run
         self.ran_whole: str | None = None
         self.read: set[str] = set()
-        self._notes: list[tuple[type, str, _Noted]] = []
+        self._notes: list[tuple[type, str]] = []
 
     def __enter__(self) -> ShortRun:
         report_calls(self._watched, self._called)
@@ -64,7 +64,7 @@ class ShortRun:
                     self.read.add(text_of(kind, name))  # a property, which may read it
                     continue
                 noted = _Noted(name, partial(self.read.add, text_of(kind, name)))
-                self._notes.append((kind, name, noted))
+                self._notes.append((kind, name))
                 setattr(kind, name, noted)
         return self
 
@@ -74,7 +74,7 @@ class ShortRun:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for owner, name, _ in self._notes:
+        for owner, name in self._notes:
             delattr(owner, name)
         self._notes.clear()
         end_reports(self._watched)
@@ -111,16 +111,13 @@ class _StandIn:
 
     def __init__(self, args: Any, kwargs: Any, result: Any) -> None:
         leaves, self._arguments = pytree.tree_flatten((args, kwargs))
-        self._leaves, self._looks = (
-            [_weak(leaf) for leaf in leaves],
-            [_look(leaf) for leaf in leaves],
-        )
+        self._leaves = [_weak(leaf) for leaf in leaves]
+        self._looks = [_look(leaf) for leaf in leaves]
         results, self._result = pytree.tree_flatten(result)
         self._results = [_weak(leaf) for leaf in results]
         self._constants = [None if isinstance(leaf, Tensor) else leaf for leaf in results]
-        self._from: dict[int, int] | None = (
-            None  # of a result: the argument that is passed on in its place
-        )
+        # Of a result: the argument that is passed on in its place; None until the next layer is called.
+        self._from: dict[int, int] | None = None
 
     def passed_on(self, args: Any, kwargs: Any) -> tuple[Any] | str:
         """What the call of a layer that is left out returns; text why it must run."""

@@ -77,6 +77,8 @@ def test_what_makes_layers_differ(change: Callable[[Any], Any], equal: bool) -> 
         ((Fixed(3), Fixed(4)), False),
         ((object(), object()), False),
         (([1, {"a": 2}], [1, {"a": 2}]), True),
+        (({3: "x"}, {3: "x"}), True),
+        (({3: "x"}, {4: "x"}), False),
         ((scaled(2), scaled(2)), True),
         ((scaled(2), scaled(3)), False),
         ((torch.ones(3), torch.zeros(3)), True),

@@ -8,16 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 from torch.nn.modules.module import register_module_forward_hook
 
 import functionalize as fz
@@ -152,7 +147,7 @@ def tokens(batch: int = 1, accumulate: int = 1) -> tuple[torch.Tensor, ...]:
 
 
 def test_a_batch_of_two_takes_a_copy_where_one_takes_a_view(small: None) -> None:
-    """In the loss of a Llama; before the layers and behind them, other ops may run."""
+    """In the loss of a Llama; before the layers and after them, other ops may run."""
     found = why_whole(llama.build, llama.step, tokens, (1, 2, 3), size="small")
     assert found == [FIRST, None, None]
 
@@ -226,16 +221,7 @@ def test_replicas(small: None) -> None:
 def test_tensor_parallelism() -> None:
     def build() -> Any:
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("shard", "split"))
-        built = llama.Llama(LLAMA).bfloat16()
-        ways: Any = dict.fromkeys(
-            [f"attention.{part}" for part in ("query", "key", "value")] + ["gate", "up"],
-            ColwiseParallel(),
-        )
-        ways |= {"attention.out": RowwiseParallel(), "down": RowwiseParallel()}
-        for block in built.blocks:
-            parallelize_module(block, mesh["split"], ways)
-            fully_shard(block, mesh=mesh["shard"])
-        fully_shard(built, mesh=mesh["shard"])
+        built = stacks.split_llama(LLAMA, mesh)
         return built, torch.optim.AdamW(built.parameters(), fused=True)
 
     assert why_whole(build, llama.step, tokens) == [FIRST, None, None]
@@ -293,6 +279,8 @@ def test_models_of_transformers(name: str, checkpointed: bool) -> None:
 
 @pytest.mark.long
 @settings(max_examples=4, phases=[Phase.explicit, Phase.generate])  # to shrink takes minutes
+@example(["", "recomputed"], 8, [1, 2, 5], False)
+@example(["", "dropout", "dropout", ""], 8, [5, 1, 2], False)
 @given(
     st.lists(
         st.sampled_from(["", "", "wide", "dropout", "recomputed", "experts"]),
@@ -304,7 +292,7 @@ def test_models_of_transformers(name: str, checkpointed: bool) -> None:
     st.booleans(),
 )
 def test_stacks_at_random(kinds: list[str], count: int, batches: list[int], clips: bool) -> None:
-    """One of the kinds repeats; the others stand before it and behind it."""
+    """One of the kinds repeats; the others stand before it and after it."""
     every = (*kinds[1:], *[kinds[0]] * count, *kinds[1:])
 
     def step(model: Any, optimizer: Any, x: Any) -> None:

@@ -8,8 +8,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
+
+from examples import llama
 
 WIDTH = 32
 
@@ -71,3 +80,16 @@ def build(kinds: Sequence[str]) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def inputs(batch: int = 8) -> Tensor:
     return torch.randn(batch, WIDTH)
+
+
+def split_llama(shape: llama.Shape, mesh: DeviceMesh) -> llama.Llama:
+    """A Llama with tensor parallelism over the dimension `split` of a mesh, sharded over the dimension `shard`."""
+    built = llama.Llama(shape).bfloat16()
+    columns = [f"attention.{part}" for part in ("query", "key", "value")] + ["gate", "up"]
+    ways: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
+    ways |= {"attention.out": RowwiseParallel(), "down": RowwiseParallel()}
+    for block in built.blocks:
+        parallelize_module(block, mesh["split"], ways)
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(built, mesh=mesh["shard"])
+    return built

@@ -12,12 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 import functionalize as fz
 from examples import llama
@@ -29,7 +23,7 @@ from functionalize.sweep.figures import Figures
 from functionalize.util import user_stack
 from tests.steps import train
 from tests.sweep.comparing import assert_equal, everything
-from tests.sweep.stacks import KINDS, build, inputs
+from tests.sweep.stacks import KINDS, build, inputs, split_llama
 
 pytestmark = pytest.mark.long
 
@@ -105,16 +99,7 @@ def test_llama_8b_with_replicas_is_spliced_exactly() -> None:
 def test_a_llama_on_a_mesh_with_tensor_parallelism_is_spliced_exactly() -> None:
     def model() -> Any:
         mesh = init_device_mesh("cpu", (8, 8), mesh_dim_names=("shard", "split"))
-        built = llama.Llama(replace(llama.SHAPES["8B"], layers=6)).bfloat16()
-        ways = dict.fromkeys(
-            [f"attention.{part}" for part in ("query", "key", "value")] + ["gate", "up"],
-            ColwiseParallel(),
-        )
-        ways |= {"attention.out": RowwiseParallel(), "down": RowwiseParallel()}
-        for block in built.blocks:
-            parallelize_module(block, mesh["split"], ways)
-            fully_shard(block, mesh=mesh["shard"])
-        fully_shard(built, mesh=mesh["shard"])
+        built = split_llama(replace(llama.SHAPES["8B"], layers=6), mesh)
         return built, torch.optim.AdamW(built.parameters())
 
     assert check(model, llama.step, *llama.inputs(1, 256), world=64) > 0.3
