@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -174,24 +173,6 @@ def test_the_map_for_contributors_lists_every_folder_in_this_order() -> None:
     listed = re.findall(r"^\| `([\w.]+)/?` \|", text, re.MULTILINE)
     folders = [entry for entry in ORDER if entry not in ("functionalize", "__main__", "planning")]
     assert listed == folders
-
-
-def test_folders_and_files_are_small() -> None:
-    """At most 14 files in a folder of `functionalize`, at most 400 lines in a file."""
-    folders = Counter(path.parent for path in (ROOT / "functionalize").rglob("*.py"))
-    assert {str(f.relative_to(ROOT)): n for f, n in folders.items() if n > 14} == {}
-    lines = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
-    assert {module: n for module, n in lines.items() if n > 400} == {}
-
-
-def test_every_class_has_a_name_of_its_own() -> None:
-    names = Counter(
-        node.name
-        for path in MODULES.values()
-        for node in nodes(path)
-        if isinstance(node, ast.ClassDef)
-    )
-    assert {name: n for name, n in names.items() if n > 1} == {}
 
 
 def test_no_test_module_is_imported_by_another() -> None:
