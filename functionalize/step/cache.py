@@ -7,7 +7,7 @@
 The key of a call is made of properties of its arguments (shapes, dtypes, numbers). The programs with that key are tried
 in order, the last used first; a program's first failing guard ends its trial.
 Invariant: at most `limit` programs. After `limit` programs in a row were dropped without a replay, recording stops:
-some fact differs at every call, and the warning names it.
+some fact differs at every call, and the warning names it. Then the step rests, see `rest.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from functionalize.lifetimes.step_memory import StepMemory
 from functionalize.program.program import Program
 from functionalize.state.python_effects import PythonEffect
 from functionalize.state.sources import Gradient, Slot
+from functionalize.step.rest import FIRST_REST
 from functionalize.step.vote import Fingerprints
 from functionalize.util.structure import odd_keys
 from functionalize.util.text import without_numbers
@@ -149,7 +150,7 @@ class ProgramCache:
     """At most `limit` programs of one step, called `name` in messages, of at most `most_bytes` unless one has more.
 
     evicted: called with the key of a program that is dropped because another one needs its place; whether its kind
-    waits for a replay.
+    waits for a replay. rest_length: the number of calls of the step's next rest.
     """
 
     def __init__(
@@ -158,9 +159,10 @@ class ProgramCache:
         limit: int,
         most_bytes: float = float("inf"),
         evicted: Callable[[Hashable], bool] = lambda key: True,
+        rest_length: Callable[[], int] = lambda: FIRST_REST,
     ) -> None:
         self._name, self._limit, self._most_bytes = name, limit, most_bytes
-        self._evicted = evicted
+        self._evicted, self._rest_length = evicted, rest_length
         self._by_key: dict[Hashable, list[CachedProgram]] = {}
         self._used: OrderedDict[CachedProgram, Hashable] = OrderedDict()  # the last used at the end
         self._misses: Counter[str] = Counter()
@@ -189,6 +191,14 @@ class ProgramCache:
     def thrashing(self) -> bool:
         """Whether programs are added and dropped without a replay."""
         return self._unused_in_a_row >= self._limit
+
+    def give_up(self) -> bool:
+        """Drop the programs that were of no use, and no longer count them as thrashing; whether none is left."""
+        for cached in list(self._used):
+            if cached.replays == cached.audits == cached.found == 0:
+                self.drop(cached)
+        self._unused_in_a_row = 0
+        return not self._used
 
     def has(self, key: Hashable) -> bool:
         """Whether there is a program with this key."""
@@ -288,7 +298,8 @@ class ProgramCache:
 
     def _warn(self) -> None:
         kind, times = self._misses.most_common(1)[0]
-        end = "it runs eagerly from now on" if self.thrashing else "the oldest is dropped"
+        again = f"it runs eagerly from now on, and is tried again after {self._rest_length()} such calls"
+        end = again if self.thrashing else "the oldest is dropped"
         log.warning(
             "%s has %d programs, as many as it may (`%s`), and needs another: %s. Missed most often "
             "(%d times): %s",

@@ -54,6 +54,7 @@ from functionalize.step.outcome import Built, Outcome, Refused, Unkept, WarmUp
 from functionalize.step.predicted_step import PredictedStep
 from functionalize.step.recording import StepRecording
 from functionalize.step.replayed_step import EVERY_CALL, WAITS
+from functionalize.step.rest import Rest
 from functionalize.step.stages import (
     MAX_WARMUPS,
     MOST_WARMUPS,
@@ -120,7 +121,7 @@ class CapturedStep(PredictedStep):
     def forget(self) -> None:
         """Drop every program; the next call is recorded, and kept at once if the step was captured before."""
         self._cache, self._kinds = self._empty_cache(), Kinds(self._options.record_after)
-        self._lengths = self._options.lengths()
+        self._lengths, self._rest = self._options.lengths(), Rest()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the programs to a file (one per rank: `step.rank0.fzp`), for `load` in another process.
@@ -179,7 +180,9 @@ class CapturedStep(PredictedStep):
         """
         grad_mode = torch.is_grad_enabled()
         try:
-            if self.is_busy:
+            if self.is_busy or self._rests():
+                return self._run_eagerly(args, kwargs)
+            if EVERY_CALL in self._refused and not self._options.raises:
                 return self._run_eagerly(args, kwargs)
             flat, spec = arguments.flatten(*self._arguments.of(args, kwargs))
             leaves = self._leaves(flat)
@@ -216,8 +219,18 @@ class CapturedStep(PredictedStep):
         """Whether to run this call eagerly, unrecorded; if ranks vote, all ranks decide alike."""
         if self._is_left_eager or self._vote is not None:
             return self._is_left_eager
+        if self._rest.takes_call():
+            return True
+        if self._cache.thrashing or self._rest.is_vain(self.stats.replays + self.stats.audits):
+            self._cache.give_up()
+            self._rest.begin(self.stats.replays + self.stats.audits)
+            return self._rest.takes_call()
         most = MAX_WARMUPS if self._has_settled else MOST_WARMUPS
-        return self._cache.thrashing or self._unsettled.skips(call.reason, most)
+        return self._unsettled.skips(call.reason, most)
+
+    def _rests(self) -> bool:
+        """Whether the step was given up and keeps no program: then a call costs nothing beyond eager."""
+        return not len(self._cache) and self._vote is None and self._rest.takes_call()
 
     # -- record, judge, build, agree, keep -----------------------------------------------------
 

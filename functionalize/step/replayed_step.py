@@ -44,6 +44,7 @@ from functionalize.step.cache import (
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Refused, Unkept, UnsettledMisses
 from functionalize.step.recording import RecordingSummary
+from functionalize.step.rest import Rest
 from functionalize.step.stages import MAX_WARMUPS, Invocation
 from functionalize.step.stats import Stats
 from functionalize.step.step_state import EntryState
@@ -69,6 +70,7 @@ class ReplayedStep:
         self.stats = Stats()
         self._fn, self._options = train_step, options
         self._name = getattr(train_step, "__name__", type(train_step).__name__)
+        self._rest = Rest()
         self._cache, self._sizes = self._empty_cache(), DataSizes()
         self._kinds = Kinds(options.record_after)
         self._lengths = options.lengths()
@@ -93,7 +95,8 @@ class ReplayedStep:
 
     def _empty_cache(self) -> ProgramCache:
         most, nbytes = self._options.max_programs, self._options.max_program_bytes
-        return ProgramCache(self._name, most, nbytes, lambda key: self._kinds.evicted(key))
+        evicted, rest_length = lambda key: self._kinds.evicted(key), lambda: self._rest.length
+        return ProgramCache(self._name, most, nbytes, evicted, rest_length)
 
     def _key(self, leaves: Sequence[Any], spec: Any) -> Hashable:
         """The key of a call in the cache."""

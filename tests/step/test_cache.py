@@ -118,6 +118,40 @@ def test_when_no_program_is_of_use_the_warning_names_the_guard(caplog: Any) -> N
     assert "argument leaf 1 is" in first
     assert "runs eagerly from now on" in last
     assert "(5 times): argument leaf 1 is 5, was 4" in last
+    assert "tried again after 1024 such calls" in last
+
+
+def test_a_step_that_was_given_up_keeps_nothing_and_is_tried_again_ever_more_rarely() -> None:
+    captured = fz.capture(lambda x, n: x * n, max_programs=2, record_after=1)
+    x, recorded = torch.ones(2), []
+    for n in range(1, 4200):
+        before = captured.stats.captures
+        assert captured(x, n)[0] == n
+        if captured.stats.captures > before:
+            recorded.append(n)
+    assert recorded == [1, 2, 3, 4, *range(1029, 1032), *range(3080, 3083)]
+    assert len(captured.programs) == 0
+    assert captured.stats.replays == 0
+
+
+def test_a_step_that_was_given_up_and_settles_is_replayed() -> None:
+    captured = fz.capture(lambda x, n: x * n, max_programs=2, record_after=1)
+    x = torch.ones(2)
+    for n in range(1100):
+        assert captured(x, min(n, 900))[0] == min(n, 900)
+    assert captured.stats.captures == 5
+    assert captured.stats.replays > 60
+
+
+def test_a_kind_of_call_that_is_replayed_goes_on_while_others_are_given_up() -> None:
+    captured = fz.capture(lambda x, n: x * n, max_programs=3, record_after=1)
+    x = torch.ones(2)
+    for n in range(40):
+        assert captured(x, n)[0] == n
+        assert captured(torch.ones(3), 7)[0] == 7
+    assert captured.stats.replays + captured.stats.audits == 39
+    assert captured.stats.captures < 12
+    assert len(captured.programs) == 1
 
 
 def refused_step() -> tuple[Any, list[int]]:
