@@ -30,7 +30,6 @@ import torch
 import functionalize as fz
 from benchmarks.machine import machine
 from examples import llama
-from functionalize.equal_layers.planned_step import PlannedStep
 from functionalize.util.gc_pause import only_young_collections
 
 Row = dict[str, Any]
@@ -49,7 +48,7 @@ def measured(size: str, world: int) -> Row:
     with fz.world(world), only_young_collections():  # as `fz.plan` does
         built = llama.build(size)
         lap("build")
-        step = PlannedStep(llama.step)
+        step = fz.capture(llama.step, memory=True)
         batch = llama.inputs(1)
         while step.program is None:
             step(*built, *batch)

@@ -54,7 +54,6 @@ ORDER = [
     "step_backward",
     "entry",
     "deferral",
-    "equal_layers",
     "sweep",
     "calibration",
     "tuning",

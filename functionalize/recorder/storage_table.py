@@ -72,27 +72,6 @@ class StorageInfo(WeakStorage):
         return self.seen
 
 
-class FreedStorage(StorageInfo):
-    """The entry for a storage of which only its size and its last geometry are known: no tensor is on it."""
-
-    __slots__ = ()
-
-    def __init__(
-        self, serial: int, nbytes: int, device: torch.device, name: str, geometry: Geometry
-    ) -> None:
-        self.serial, self.address = serial, -1
-        self.nbytes = self.original_nbytes = nbytes
-        self.device, self.name, self.resized = device, name, nbytes == 0
-        self.seen = TensorRef(serial, geometry)
-
-    @property
-    def alive(self) -> bool:
-        return False
-
-    def __del__(self) -> None:
-        """No reference is held."""
-
-
 class _Geometries(dict[tuple[Any, ...], Geometry]):
     """Geometries by their fields: the tensors of a recording that have equal ones share an object.
 
@@ -294,22 +273,6 @@ class StorageTable:
         """Add an entry, whose number is the number of entries."""
         self._by_address[info.address] = info
         self.infos.append(info)
-
-    def add_freed(
-        self, nbytes: int, device: torch.device, name: str, geometry: Geometry
-    ) -> StorageInfo:
-        """Add an entry for a storage that is gone, of an op that is added to the recording."""
-        info = FreedStorage(len(self.infos), nbytes, device, name, geometry)
-        self.infos.append(info)
-        return info
-
-    def hold(self, serial: int, tensor: Tensor) -> None:
-        """Let a tensor be on a storage that `add_freed` has added."""
-        info = self.infos[serial]
-        if type(info) is FreedStorage:
-            found = StorageInfo(serial, tensor, storage_of(tensor), info.seen.geometry)
-            found.name, self.infos[serial] = info.name, found
-            self._by_address[found.address] = found
 
     def _add(self, tensor: Tensor, storage: torch.UntypedStorage) -> StorageInfo:
         if tensor.is_nested or tensor.dtype in QUANTISED:

@@ -15,8 +15,7 @@
 The arguments of `step` are the result of `build` (a tuple is spread, a dict becomes keyword arguments), then that of
 `inputs`, then the keys of the point that `step` has as parameters. Each point is a capture in a fake world
 (`fake_world/world.py`). Consecutive points share what is equal: the world, the model and optimizer that were built, and
-the shapes that torch has cached; a point that differs only in the batch costs one recorded call, without most of the
-layers that are equal (`equal_layers/planned_step.py`).
+the shapes that torch has cached; a point that differs only in the batch costs one recorded call.
 Invariant: after `plan` torch is as before, and the figures of a point do not depend on the points planned before it.
 Refuses (`PlanError`): keys that no function accepts, a `build` that returns no module where `reshard` or `checkpoint`
 needs one.
@@ -37,7 +36,7 @@ from typing import Any
 from torch import Tensor
 
 from functionalize._compat.graphs import pytree
-from functionalize.equal_layers.planned_step import PlannedStep, ShortRunError
+from functionalize.entry import capture
 from functionalize.errors import FunctionalizeError, PlanError, UncapturableError
 from functionalize.fake_world.world import World, world
 from functionalize.fsdp.objects import fsdp_groups
@@ -187,23 +186,22 @@ class Planner:
             size, mesh = where.pop("world", None), where.pop("mesh", None)
             manager = world(size if size is not None or mesh is not None else 1, mesh, **where)
             self._open = _Open(key, manager, manager.__enter__())
-        now, key = self._open, repr(self.accepted.model(point))
-        if now.captured is None or now.model_key != key:
-            self._build_in(now, point, is_short=True)
-            now.model_key = key
+        now, wanted = self._open, self.accepted.model(point)
+        if now.captured is None or now.model_key != repr(wanted):
+            if now.captured is not None:
+                now.built = now.captured = None
+                gc.collect()
+            now.built = self._built(point, wanted)
+            now.captured = capture(self._step, memory=True)
+            now.model_key = repr(wanted)
         return now
 
-    def _build_in(self, now: _Open, point: Point, is_short: bool) -> None:
-        """Build the model of a point. is_short: whether its steps may be recorded without most equal layers."""
-        if now.captured is not None:
-            now.built = now.captured = None
-            gc.collect()
-        now.built = called("build", self._build, (), of(point, self.accepted.build))()
-        wanted = self.accepted.model(point)
+    def _built(self, point: Point, wanted: Mapping[str, Any]) -> Any:
+        built = called("build", self._build, (), of(point, self.accepted.build))()
         changes = {key: value for key, value in wanted.items() if key not in self.accepted.build}
         if changes:
-            change(now.built, **changes)
-        now.captured = PlannedStep(self._step, is_short)
+            change(built, **changes)
+        return built
 
     def _planned(self, point: Point, now: _Open, start: float, timed: bool) -> Plan:
         assert now.captured is not None
@@ -221,9 +219,6 @@ class Planner:
             captured, why = settled(step, args, kwargs), step.explain()
         except UncapturableError as error:
             captured, why = None, str(error)
-        except ShortRunError:  # the model may be in any state
-            self._build_in(now, point, is_short=False)
-            return self._planned(point, now, start, timed)
         if captured is None:
             noted = record_memory(self._step)
             noted(*args, **kwargs)

@@ -49,15 +49,6 @@ def unboxed(group: Any) -> Any:
     return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
 
-def same_boxed(one: Any, other: Any) -> bool:
-    """Whether two arguments of ops are the same process group, or the same reduction."""
-    if is_group(one):
-        return is_group(other) and group_name(one) == group_name(other)
-    if hasattr(one, "op") and hasattr(other, "op"):
-        return bool(one.op() == other.op())
-    return False
-
-
 _REDUCTIONS = {
     dist.ReduceOp.SUM: "sum",
     dist.ReduceOp.AVG: "avg",
