@@ -1,11 +1,11 @@
-"""Exposed communication with the passes `order` and `split_weights`: modelled on H100s, and timed on two gloo ranks.
+"""Exposed communication with the pass `order`: modelled on H100s, and timed on two gloo ranks.
 
     python -m benchmarks.exposed [--runs 20] [--json]
 
 A Mixtral-like model whose experts are spread over the ranks: tokens travel by `all_to_all_single`, attention is sharded
 by FSDP2. Modelled: two layers of Mixtral 8x7B's sizes in bfloat16, eight ranks, 8,192 tokens a rank; a replay on a GPU
 starts a collective after the ops before it and waits for it where the program does. The seconds of communication beside
-which no op runs, and of the step, as a ratio to the program without these passes. Timed: width 256, one thread a rank;
+which no op runs, and of the step, as a ratio to the program without this pass. Timed: width 256, one thread a rank;
 the ways alternate step by step, medians.
 """
 
@@ -41,8 +41,6 @@ FIRST = "order{first=all_to_all}"
 WAYS = {
     "as recorded": "",
     "order": f",{FIRST}",
-    "split_weights": ",split_weights",
-    "both": f",split_weights,{FIRST}",
 }
 Step = Callable[[Tensor], Tensor]
 

@@ -26,7 +26,6 @@ from passes.remove_noops import RemoveNoops, remove_noops
 from passes.reshard import Reshard, reshard
 from passes.runner import run
 from passes.schedule_memory import ScheduleMemory, schedule_memory
-from passes.split_weights import SplitWeights, split_weights
 from passes.verify import Verify, verify
 
 __all__ = [
@@ -51,7 +50,6 @@ __all__ = [
     "RemoveNoops",
     "Reshard",
     "ScheduleMemory",
-    "SplitWeights",
     "Verify",
     "bucket_gathers",
     "bucket_reduces",
@@ -74,6 +72,5 @@ __all__ = [
     "reshard",
     "run",
     "schedule_memory",
-    "split_weights",
     "verify",
 ]

@@ -40,7 +40,6 @@ from passes.remat import Remat
 from passes.remove_noops import RemoveNoops
 from passes.reshard import Reshard
 from passes.schedule_memory import ScheduleMemory
-from passes.split_weights import SplitWeights
 from passes.verify import Verify
 
 PASSES: Mapping[str, type[Pass]] = types.MappingProxyType(
@@ -64,7 +63,6 @@ PASSES: Mapping[str, type[Pass]] = types.MappingProxyType(
             RemoveNoops,
             Reshard,
             ScheduleMemory,
-            SplitWeights,
             Verify,
         )
     }

@@ -208,7 +208,6 @@ def test_refuses_wrong_options() -> None:
         "order{first=all_to_all}",
         "default,order{first=all_to_all+reduce_scatter}",
         "default,order{first=all_to_all, reorder=true}",
-        "default,split_weights{budget_mb=0.001},order{first=all_to_all}",
     ],
 )
 def test_on_ranks(pipeline: str, checkpointed: bool) -> None:
