@@ -263,10 +263,6 @@ def plan(
     tokens: Tokens = None,
     price: Price = None,
     csv: Annotated[str | None, file_option("FILE.csv", "The table, numbers as they are.")] = None,
-    html: Annotated[str | None, file_option("FILE.html", "A page that works offline.")] = None,
-    png: Annotated[
-        str | None, file_option("FILE.png", "Memory against time (or .svg, .pdf).")
-    ] = None,
     trace: Annotated[
         str | None, file_option("FILE.json", "For Perfetto: schedule and memory.")
     ] = None,
@@ -287,8 +283,6 @@ def plan(
         largest,
         size,
         csv,
-        html,
-        png,
         trace,
         training(tokens, price),
     )

@@ -2,7 +2,6 @@
 
     functionalize plan train.py --world 64 --json > a.json
     functionalize compare a.json b.json          figure, first, second, change; a table for each point
-    functionalize compare a.json b.json --html both.html     a page: what changed, and any two points of both files
 
 Points with the same keys are compared; where each file has one point, these two, whatever their keys.
 Refuses (`UsageError`): a file that cannot be read, is none of these, or is of the other kind than the first.
@@ -18,17 +17,11 @@ import typer
 from rich.console import Console
 
 from functionalize.cli.console import Out, plain, run, table
-from functionalize.cli.scripts import check_files, writing
 from functionalize.errors import UsageError
 from functionalize.planning.machines.files import read_json
-from functionalize.planning.pictures.cards import Card
-from functionalize.planning.pictures.page import Table, write_page
-from functionalize.planning.pictures.page_script import ComparedPlan
-from functionalize.planning.pictures.page_sweep import holding_figure
 from functionalize.planning.report.display import human_bytes
 from functionalize.planning.report.memory_figures import EAGER
-from functionalize.planning.timeline.timeline import Category
-from functionalize.sweep.columns import COLUMNS, figures_of
+from functionalize.sweep.columns import COLUMNS
 
 _KINDS = {"points": "plan", "timelines": "memory"}
 _OF_TIMELINE = ("levels", "by_category")
@@ -69,20 +62,9 @@ class _Compared(NamedTuple):
     differing: list[str]
 
 
-class _Held(NamedTuple):
-    """A point or a timeline of one file, for the page. categories: the bytes of each at its peak."""
-
-    name: str
-    figures: Mapping[str, tuple[float, str]]
-    categories: Mapping[Category, int]
-
-
 def compare(
     first: Annotated[str, typer.Argument(metavar="A.json", help="Of plan --json, memory --json.")],
     second: Annotated[str, typer.Argument(metavar="B.json", help="Another of the same kind.")],
-    html: Annotated[
-        str | None, typer.Option(metavar="FILE.html", help="A page that works offline.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks.")] = False,
 ) -> None:
@@ -92,12 +74,11 @@ def compare(
 
     Example: [bold]functionalize compare before.json after.json[/]
     """
-    run(lambda out: side_by_side(out, first, second, html), as_json, debug)
+    run(lambda out: side_by_side(out, first, second), as_json, debug)
 
 
-def side_by_side(out: Out, first: str, second: str, html: str | None = None) -> int:
+def side_by_side(out: Out, first: str, second: str) -> int:
     """Print two plans, or two reports, side by side; return exit code 1 if they have no point in common."""
-    check_files(html)
     files = first, second
     one, other = _read(first), _read(second)
     kinds = [next(name for key, name in _KINDS.items() if key in each) for each in (one, other)]
@@ -109,11 +90,6 @@ def side_by_side(out: Out, first: str, second: str, html: str | None = None) -> 
         found, alone = _points(one, other)
     else:
         found, alone = list(_timelines(one, other)), ([], [])
-
-    if html is not None and not (found or any(alone)):
-        raise UsageError(f"{first} and {second} have no point: there is nothing to write to {html}")
-    if html is not None:
-        _page(html, files, (one, other), found)
 
     def data() -> dict[str, Any]:
         return {
@@ -131,7 +107,6 @@ def side_by_side(out: Out, first: str, second: str, html: str | None = None) -> 
             ],
             "only in the first": alone[0],
             "only in the second": alone[1],
-            "page": html,
         }
 
     def show(console: Console) -> None:
@@ -143,8 +118,6 @@ def side_by_side(out: Out, first: str, second: str, html: str | None = None) -> 
         for file, points in zip(files, alone, strict=True):
             for point in points:
                 plain(console, f"only in {file}: {point}")
-        if html is not None:
-            plain(console, f"wrote {html}")
 
     out.emit(data, show)
     return int(not found)
@@ -277,84 +250,3 @@ def _timelines(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[_Co
 
 def _bytes(name: str, a: Mapping[str, int], b: Mapping[str, int]) -> _Pair:
     return _Pair(name, a.get(name), b.get(name), human_bytes)
-
-
-# -- the page --------------------------------------------------------------------------------------
-
-_CARDS = (
-    ("device", "How much memory?", False),
-    ("step (modelled)", "How long is a step?", False),
-    ("/s/rank", "How fast?", True),
-)
-_BARS = 24  # of the figure of what holds the memory, at most
-
-
-def _page(
-    path: str,
-    files: Sequence[str],
-    contents: Sequence[Mapping[str, Any]],
-    found: Sequence[_Compared],
-) -> None:
-    """Cards of the first pair, what holds the memory of each, any two side by side, a table for each pair."""
-    held = [
-        each for file, of in zip(files, contents, strict=True) for each in _held(_stem(file), of)
-    ]
-    bars = [(each.name, each.categories) for each in held if each.categories][:_BARS]
-    heads = ("", *map(_stem, files), "change")
-    with writing(path):
-        write_page(
-            path,
-            title=" and ".join(map(_stem, files)),
-            cards=_cards(found[0]) if found else (),
-            plots={"What holds the memory": holding_figure(bars)} if bars else {},
-            first=[
-                Table(
-                    each.title,
-                    heads,
-                    [pair.cells() for pair in each.pairs],
-                    "; ".join(each.differing),
-                )
-                for each in found
-            ],
-            choices=[ComparedPlan(each.name, each.figures) for each in held],
-        )
-
-
-def _cards(compared: _Compared) -> list[Card]:
-    """What changes most for a reader, and which category changes most."""
-    cards = []
-    for name, question, more in _CARDS:
-        pair = next((each for each in compared.pairs if each.name.endswith(name)), None)
-        change = pair.change if pair is not None else None
-        if pair is None or change is None:
-            continue
-        _, first, second, text = pair.cells()
-        same = text == "same"
-        cards.append(
-            Card(question, text, f"{first} to {second}", None if same else (change > 0) is more)
-        )
-    return cards
-
-
-def _held(file: str, content: Mapping[str, Any]) -> Iterator[_Held]:
-    """The points of a plan, or the timelines of a report."""
-    if "points" in content:
-        rows = content["points"]
-        varying = [k for k in content["keys"] if len({str(row.get(k)) for row in rows}) > 1]
-        for row in rows:
-            name = ", ".join(f"{key} {row.get(key)}" for key in varying)
-            held = row.get("categories") or {}
-            more = {f"at the peak: {each}": (n, human_bytes(n)) for each, n in held.items()}
-            figures = {**figures_of(row, _items(content)), **more}
-            yield _Held(f"{file}: {name}" if name else file, figures, _categories(held))
-        return
-    for name, timeline in content["timelines"].items():
-        both = {**timeline["levels"], **timeline["by_category"]}
-        figures = {head: (n, human_bytes(n)) for head, n in both.items()}
-        yield _Held(f"{file}: {name}", figures, _categories(timeline["by_category"]))
-
-
-def _categories(found: Mapping[str, int]) -> dict[Category, int]:
-    """The categories that this version knows, of a file that another one may have written."""
-    known = {each.value: each for each in Category}
-    return {known[name]: nbytes for name, nbytes in found.items() if name in known}

@@ -23,8 +23,6 @@ from functionalize.planning.allocator.snapshot import write_snapshot
 from functionalize.planning.machines.constants import declared
 from functionalize.planning.machines.files import machine_of
 from functionalize.planning.machines.machine import Machine
-from functionalize.planning.machines.presets import MACHINE_OF
-from functionalize.planning.pictures.cards import Card, memory_cards, speed_card
 from functionalize.planning.pictures.chrome_trace import TraceRun, write_trace
 from functionalize.planning.pictures.page import Table, write_page
 from functionalize.planning.pictures.pictures import memory_picture
@@ -33,7 +31,7 @@ from functionalize.planning.report.event_times import event_times, reached
 from functionalize.planning.report.memory import Memory
 from functionalize.planning.report.memory_figures import EAGER, PROGRAM, StorageRow
 from functionalize.planning.report.memory_text import short_line, signed
-from functionalize.planning.time.step_time import StepTime, step_time
+from functionalize.planning.time.step_time import step_time
 from functionalize.sweep.checks import target_on
 
 _COMMON = re.compile(r"\b(?:aten|inductor|profiler)\.|\.default\b|\._RecordFunction\b")
@@ -66,7 +64,7 @@ class MemoryOptions:
         check_machine(self.machine)
         check_picture(self.png)
         if self.time_axis and self.png is None:
-            raise UsageError("--time-axis is of the picture: add --png; a page has both axes")
+            raise UsageError("--time-axis is of the picture: add --png")
         check_files(self.png, self.html, self.snapshot, self.trace)
         if self.of not in (None, EAGER, PROGRAM):
             raise UsageError(f"--of {self.of}: write {EAGER} or {PROGRAM}")
@@ -150,13 +148,11 @@ def _write(
     timelines = [main, *(t for t in report.timelines.values() if t is not main)]
     held = report.held(of, options.limit)
     title = f"Memory of {found.name}: {found.world}"
-    drawn = options.html is not None or options.trace is not None or options.time_axis
-    has_time = drawn and found.made is not None
+    has_time = (options.trace is not None or options.time_axis) and found.made is not None
     time = step_time(found.program, machine, groups=found.groups) if has_time else None
     spans = time.spans if time is not None else ()
     steps = reached(found.program.graph, spans) if found.made is not None else []
     times = event_times(timelines, steps) if spans else {}
-    name = options.machine or MACHINE_OF[found.target]
     with writing(*files):
         if options.png is not None:
             say(f"drawing {options.png}")
@@ -174,12 +170,9 @@ def _write(
                 options.html,
                 title=title,
                 timelines=timelines,
-                spans=spans,
                 tables=tables(report, of, options.top),
                 facts=_facts(found, report, of),
-                cards=_cards(found, report, of, name, options.limit, time),
                 held={of: held},
-                times=times,
                 limit=options.limit,
             )
         if options.snapshot is not None:
@@ -189,18 +182,6 @@ def _write(
             say(f"writing {options.trace}")
             write_trace(options.trace, [TraceRun("", timelines, spans, steps)])
     return files
-
-
-def _cards(
-    found: Recorded, report: Memory, of: str, machine: str, limit: int | None, time: StepTime | None
-) -> list[Card]:
-    """Whether it fits, how fast it is, what holds the memory, what would help."""
-    first, *rest = memory_cards(report, of, machine, limit)
-    if time is None:
-        return [first, *rest]
-    items = found.items
-    rate = items.rate(time.seconds) if items is not None else None
-    return [first, speed_card(time, rate, items.kind if items is not None else ""), *rest]
 
 
 def tables(report: Memory, of: str, top: int) -> list[Table]:

@@ -1,4 +1,4 @@
-"""`plan`: a table of the points of a sweep, the largest value that fits; as text, CSV, picture, page and trace."""
+"""`plan`: a table of the points of a sweep, the largest value that fits; as text, CSV and trace."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ import functionalize as fz
 from functionalize.cli.console import Out, error_text, fits, plain, table_of
 from functionalize.cli.memory import brief
 from functionalize.cli.recorded import DEFAULT_WORLD, Job, wants
-from functionalize.cli.scripts import Script, as_usage, check_files, check_picture, opened, writing
+from functionalize.cli.scripts import Script, as_usage, check_files, opened, writing
 from functionalize.errors import PlanError, UsageError
 from functionalize.planning.pictures.chrome_trace import TraceRun, write_trace
-from functionalize.planning.pictures.pictures import tradeoff_picture
 from functionalize.planning.report.display import human_bytes
 from functionalize.planning.report.event_times import reached
 from functionalize.sweep.grid import points
-from functionalize.sweep.page import label, varying, write_sweep_page
-from functionalize.sweep.summary import Plan, Sweep, short
+from functionalize.sweep.summary import Plan, Sweep, label, short, varying
 from functionalize.sweep.training import Training
 
 # Columns that are left out in a narrow terminal, in this order, by the ends of their heads.
@@ -37,7 +35,7 @@ class PlanOptions:
 
     grid: the values of each key to combine. pipeline, machine, alloc_conf: for all points.
     largest: a key whose largest value that fits in `limit` (bytes of the device) is searched.
-    training: a run whose days and cost are asked for. csv, html, png, trace: files to write.
+    training: a run whose days and cost are asked for. csv, trace: files to write.
     """
 
     grid: Mapping[str, Sequence[Any]] = field(default_factory=dict)
@@ -47,8 +45,6 @@ class PlanOptions:
     largest: str | None = None
     limit: int | None = None
     csv: str | None = None
-    html: str | None = None
-    png: str | None = None
     trace: str | None = None
     training: Training | None = None
 
@@ -60,8 +56,7 @@ class PlanOptions:
             )
         if self.largest is not None and self.limit is None:
             raise UsageError("--largest needs --limit: within how many bytes?")
-        check_picture(self.png)
-        check_files(self.csv, self.html, self.png, self.trace)
+        check_files(self.csv, self.trace)
         twice = sorted({*self.grid} & {*self.fixed(job)})
         if twice:
             raise UsageError(f"`{twice[0]}` has one value and is in --grid, too: leave one out")
@@ -113,9 +108,8 @@ def plan(out: Out, job: Job, options: PlanOptions) -> int:
         if options.largest is not None and options.limit is not None:
             with out.working(f"searching the largest {options.largest}"):
                 largest = sweep.largest(options.largest, options.limit, most=_SEARCH_END)
-    files = _write(sweep, job, options)
-    wanted = (options.csv, options.html, options.png, options.trace)
-    missing = [each for each in wanted if each is not None and each not in files]
+    files = _write(sweep, options)
+    is_missing = options.trace is not None and options.trace not in files
 
     def data() -> dict[str, Any]:
         found = {"key": options.largest, "value": largest, "limit": options.limit}
@@ -140,14 +134,12 @@ def plan(out: Out, job: Job, options: PlanOptions) -> int:
             plain(console, f"wrote {file}")
 
     out.emit(data, show)
-    if missing:
-        out.note(f"no point has a time, so {' and '.join(missing)} cannot be drawn: not written")
+    if is_missing:
+        out.note(f"no point has a time, so {options.trace} cannot be drawn: not written")
     failed = sum(each.error is not None for each in sweep.plans)
     if failed:
         out.note(f"{failed} of {len(sweep.plans)} points could not be planned")
-    return int(
-        bool(missing) or (largest is None and options.limit is not None and not _within(sweep))
-    )
+    return int(is_missing or (largest is None and options.limit is not None and not _within(sweep)))
 
 
 def _within(sweep: Sweep) -> bool:
@@ -234,28 +226,16 @@ def _show_table(console: Console, heads: list[str], rows: list[list[str]]) -> li
 # -- files -----------------------------------------------------------------------------------------
 
 
-def _write(sweep: Sweep, job: Job, options: PlanOptions) -> list[str]:
-    """Write the files; return their names. A picture and a trace need a point that has a time."""
+def _write(sweep: Sweep, options: PlanOptions) -> list[str]:
+    """Write the files; return their names. A trace needs a point that has a time."""
     timed = any(each.figures is not None for each in sweep.plans)
-    drawn = (options.png, options.trace) if timed else ()
-    files = [file for file in (options.csv, options.html, *drawn) if file is not None]
+    trace = options.trace if timed else None
+    files = [file for file in (options.csv, trace) if file is not None]
     with writing(*files):
         if options.csv is not None:
             Path(options.csv).write_text(sweep.to_csv(), encoding="utf-8")
-        if options.png is not None and timed:
-            title = f"{job.source}: {len(sweep.plans)} points"
-            rate = f"{sweep.items}/s/rank, modelled"
-            rows = sweep.rows(program=False)
-            x = "step" if all(row.get("throughput") is None for row in rows) else "throughput"
-            names = {x: "step, modelled seconds" if x == "step" else rate, "device": "device bytes"}
-            keys = (*sweep.axes, *names)
-            rows = [{names.get(k, k): row[k] for k in keys if k in row} for row in rows]
-            across, up = names.values()
-            tradeoff_picture(rows, options.png, x=across, y=up, limit=options.limit, title=title)
-        if options.html is not None:
-            write_sweep_page(options.html, sweep, f"Plan of {job.source}")
-        if options.trace is not None and timed:
-            write_trace(options.trace, _runs(sweep))
+        if trace is not None:
+            write_trace(trace, _runs(sweep))
     return files
 
 

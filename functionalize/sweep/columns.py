@@ -9,7 +9,7 @@ Columns in `ASKED` are shown only where the rows have them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from functionalize.fake_world.kernel_log import Choice
@@ -39,15 +39,6 @@ COLUMNS: tuple[Column, ...] = (
     ("planned in", "planned in", human_seconds),
 )
 ASKED = ("program", "host", "days", "cost")  # after passes, of offloaded tensors, of a training run
-
-
-def figures_of(row: Mapping[str, Any], items: str) -> dict[str, tuple[float, str]]:
-    """The figures of a row's step, by their heads: the number, and its text. items: what is trained on."""
-    return {
-        head.replace("items", items): (row[name], show(row[name]))
-        for name, head, show in COLUMNS
-        if row.get(name) is not None and name != "planned in"
-    }
 
 
 def levels_row(memory: Memory) -> dict[str, Any]:

@@ -279,6 +279,16 @@ def _cells(
     return [*keys, *(show(row[name]) if name in row else "" for name, _, show in columns)]
 
 
+def varying(sweep: Sweep) -> list[str]:
+    """The keys that have several values."""
+    return [a for a in sweep.axes if len({str(p.point[a]) for p in sweep.plans}) > 1]
+
+
+def label(point: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """The values of some keys as text: `batch 4, world 64`."""
+    return ", ".join(f"{key} {short(point[key])}" for key in keys)
+
+
 def short(value: Any) -> str:
     """The value of a key as text: a mesh as `dp 64 x tp 8` or `64 x 8`, a `Machine` as `own`."""
     if isinstance(value, Mapping):

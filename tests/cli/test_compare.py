@@ -98,24 +98,6 @@ def test_what_the_commands_print_can_be_compared(command: Command, tmp_path: Pat
         assert 0 < shards["second"] < shards["first"]
 
 
-def test_the_page_of_two_plans(command: Command, written: dict[str, Path], tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
-    page = tmp_path / "both.html"
-    args = ("compare", written["b"], written["c"], "--html", page)
-    ran = command(*args)
-    assert ran.code == 0 and f"wrote {page}" in ran.out
-    assert command(*args, "--json").json["page"] == str(page)
-    text = page.read_text()
-    assert "<h2>How long is a step?</h2><b>+100.0%</b><p>3.00\u00a0s to 6.00\u00a0s</p>" in text
-    assert '<div class="card bad">' in text and "<p>batch: 2 -&gt; 4</p>" in text
-    assert '<option value="0" selected>b</option><option value="1">c</option>' in text
-    assert "<h1>b and c</h1>" in text
-    command("compare", written["a"], written["c"], "--html", page)  # no point in common
-    assert '<option value="1" selected>a: batch 2</option>' in page.read_text()
-    command("compare", written["m"], written["n"], "--html", page)
-    assert '<option value="1" selected>n: eager</option>' in page.read_text()
-
-
 def test_files_that_cannot_be_compared(
     command: Command, written: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -129,9 +111,6 @@ def test_files_that_cannot_be_compared(
         ran = command("compare", wrong, wrong, columns=500)
         assert ran.code == 2, ran.err
         assert f"wrong.json has other fields than what `{kind} --json` prints" in ran.words
-    (empty := tmp_path / "empty.json").write_text('{"points": [], "keys": [], "script": "a"}')
-    ran = command("compare", empty, empty, "--html", tmp_path / "no.html", columns=500)
-    assert ran.code == 2 and "have no point: there is nothing to write" in ran.words
     text.write_text("a table")
     other.write_text("[1]")
     old.write_text('{"points": []}')
@@ -152,7 +131,7 @@ def test_files_that_cannot_be_compared(
         ("capture", "-o", "step.fzp"),
         ("show", "--tape", "--png", "tape.png"),
         *(("memory", f"--{kind}", f"file.{kind}") for kind in ("png", "html", "snapshot", "trace")),
-        *(("plan", f"--{kind}", f"file.{kind}") for kind in ("csv", "html", "png", "trace")),
+        *(("plan", f"--{kind}", f"file.{kind}") for kind in ("csv", "trace")),
         ("tune", "--limit", "h100", "--code", "policy.py"),
     ],
 )
@@ -175,22 +154,15 @@ def test_libraries_that_draw_are_checked_before_anything_is_recorded(
     for library, extra in (("matplotlib", "plots"), ("plotly", "page")):
         monkeypatch.setitem(sys.modules, library, None)
         file = tmp_path / {"plots": "file.png", "page": "file.html"}[extra]
-        for name in ("plan", "memory"):
-            option = f"--{file.suffix[1:]}"
-            ran = command(name, TRAINING, "--step", "stops", option, file, columns=500)
-            assert ran.code == 2, ran.err
-            assert (
-                f'needs {library}, which is not installed: pip install "functionalize[{extra}]"'
-                in ran.words
-            )
+        option = f"--{file.suffix[1:]}"
+        ran = command("memory", TRAINING, "--step", "stops", option, file, columns=500)
+        assert ran.code == 2, ran.err
+        assert (
+            f'needs {library}, which is not installed: pip install "functionalize[{extra}]"'
+            in ran.words
+        )
 
 
-def test_files_of_other_commands_are_checked_first(
-    command: Command, written: dict[str, Path], tmp_path: Path
-) -> None:
-    for args in (
-        ("calibrate", tmp_path / "none" / "here.json"),
-        ("compare", written["a"], written["b"], "--html", tmp_path / "none" / "both.html"),
-    ):
-        ran = command(*args, columns=500)
-        assert ran.code == 2 and "cannot be written: there is no folder" in ran.words
+def test_the_file_of_a_calibration_is_checked_first(command: Command, tmp_path: Path) -> None:
+    ran = command("calibrate", tmp_path / "none" / "here.json", columns=500)
+    assert ran.code == 2 and "cannot be written: there is no folder" in ran.words

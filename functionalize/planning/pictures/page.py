@@ -1,55 +1,61 @@
-"""A plan as one offline HTML page: memory with zoom and hover, the schedule, tables, assumptions.
+"""The memory of a step as one offline HTML page: a figure with zoom and hover, the peaks, tables, assumptions.
 
-    write_page("plan.html", title="Llama-3-8B on 64 ranks", timelines=[eager, program], spans=spans,
-               tables=[Table("Communication", ["kind", "count", "bytes"], rows)], facts={"machine": "H100"})
+    write_page("memory.html", title="Llama-3-8B on 64 ranks", timelines=[eager, program],
+               tables=[Table("By module", ["module", "bytes"], rows)], facts={"machine": "H100"})
 
-    title, cards, first figures and tables    what a reader asks first (`cards.py`, `page_sweep.py`)
-    two plans side by side                    chosen among `choices` (`page_script.py`)
-    sentences on the peaks                    text
-    memory of a step, modelled schedule       figures drawn by plotly (`page_figures.py`), whose script is inlined
-    live at each peak, other tables, facts    HTML tables; the tooltip of a cell has the exact number
+    memory of a step     categories stacked over events, by plotly, whose script is inlined; phases in a strip below
+    hover                op, module, line, phase; the allocation or free; the bytes of every category
+    below                sentences on the peaks, what is live at each, tables; a cell's tooltip has the exact number
 
-Needs plotly: `pip install "functionalize[page]"`. A content security policy in the page forbids every request. Names
-and lines of code are escaped. Colours and units are those of the pictures.
-Invariant: the page is computed from the same events as the timeline's own numbers.
-Refuses: a page without content; plotly not installed. Linear in events.
+Needs plotly: `pip install "functionalize[page]"`. There is no script of ours, and a content security policy in the page
+forbids every request. Names and lines of code are escaped. Colours and units are those of the pictures. The modelled
+schedule is in the trace for Perfetto (`chrome_trace.py`).
+
+A browser draws about 10,000 points per category fluently. A longer timeline is divided into `POINTS` columns, each
+drawn as its event with the most bytes, and all events near the peak are drawn. `chrome_trace.py` writes every event.
+Invariants: categories of one event add up to its bytes; every peak is kept. Linear in events.
+Refuses: a page without content; plotly not installed.
 """
 
 from __future__ import annotations
 
+import base64
 import html
+import sys
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from functionalize.errors import PictureError
-from functionalize.planning.pictures.cards import Card, cards_html
-from functionalize.planning.pictures.page_figures import memory_figure
-from functionalize.planning.pictures.page_parts import Figure
-from functionalize.planning.pictures.page_schedule import schedule_figure
-from functionalize.planning.pictures.page_script import (
-    AXIS,
-    FIGURES,
-    ComparedPlan,
-    side_by_side_html,
-)
+from functionalize.planning.pictures.canvas import GREY, INK, RED, upper_end
+from functionalize.planning.pictures.pictures import columns
 from functionalize.planning.report.display import (
+    BYTES,
+    COLOURS,
     OTHER_PHASE,
     PHASE_COLOURS,
     Peak,
+    anchors,
+    brief,
+    check_held,
+    first_event,
     groups,
     human_bytes,
     human_seconds,
     pattern,
+    placed,
     stretches,
 )
 from functionalize.planning.report.memory_figures import place
 from functionalize.planning.report.memory_text import short_line
-from functionalize.planning.report.rows import exposed, total
-from functionalize.planning.report.spans import Span
-from functionalize.planning.timeline.timeline import Allocation, Category, Timeline
+from functionalize.planning.timeline.timeline import BEFORE, Allocation, Category, Op, Timeline
 
+POINTS = 10_000  # events of a timeline that are drawn, besides those near the peak
+NEAR = 500  # events on each side of the peak that are all drawn
+_LINE_POINTS = 2_000  # points of a timeline that is drawn as a line
+_LIVE_IN_HOVER = 8  # groups of allocations in the hover text of the peak
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _BESIDE = 4  # columns of a table on a narrow page
 _LIVE = 25  # rows, at most, of a table of the storages live at a peak
@@ -73,18 +79,25 @@ td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; } 
   .stacked td:nth-child(n+5) { grid-column: 2 / -1; color: #55595f; }
   .stacked [data-head]::before { content: attr(data-head) ": "; }
 }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(14rem, 1fr)); gap: .75rem; margin: 1rem 0; }
-.card { border: 1px solid #d6d9de; border-top: 4px solid #8a929c; border-radius: 6px; padding: .6rem .9rem; }
-.card.good { border-top-color: #0a7a50; } .card.bad { border-top-color: #c00032; }
-.card h2 { font-size: .87rem; font-weight: 400; color: #55595f; margin: 0; } .card b { font-size: 1.1rem; }
-.card p { font-size: .87rem; color: #55595f; margin: .25rem 0 0; } .card * { overflow-wrap: anywhere; }
 .small { font-size: .87rem; color: #55595f; }
 .small i { display: inline-block; width: 1rem; height: .8rem; margin-right: .35rem; vertical-align: -.05rem; }
 .pick { display: flex; flex-wrap: wrap; gap: .25rem 1rem; align-items: center; }
-.pick select { font: inherit; max-width: 100%; padding: .2rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.5rem; }
 dd { margin: 0; overflow-wrap: anywhere; }
 """
+
+
+_LAYOUT: Mapping[str, Any] = {
+    "template": "none",
+    "font": {"family": "system-ui, sans-serif", "size": 13, "color": INK},
+    "margin": {"l": 70, "r": 20, "t": 60, "b": 50},
+    "dragmode": "zoom",
+    "hoverlabel": {"align": "left", "namelength": -1},
+}
+
+
+Figure = dict[str, Any]
+Trace = dict[str, Any]
 
 
 class Table(NamedTuple):
@@ -100,75 +113,36 @@ class Table(NamedTuple):
     is_folded: bool = False
 
 
-class Exact(NamedTuple):
-    """A number in a table with its text; the tooltip of the cell has the number."""
-
-    number: float
-    text: str
-
-
 def write_page(
     path: str | Path,
     *,
-    title: str = "Plan of a step",
+    title: str = "Memory of a step",
     timelines: Sequence[Timeline] = (),
-    spans: Sequence[Span] = (),
     tables: Sequence[Table] = (),
     facts: Mapping[str, Any] | None = None,
     held: Mapping[str, Sequence[int]] = _NONE,
-    times: Mapping[str, Sequence[float]] = _NONE,
     limit: int | None = None,
-    cards: Sequence[Card] = (),
-    plots: Mapping[str, Figure] = _NONE,
-    first: Sequence[Table] = (),
-    asked: Sequence[Timeline] = (),
-    choices: Sequence[ComparedPlan] = (),
-    drawn_of: str = "a step",
 ) -> None:
-    """Write the page: cards, plots and the tables in `first`, two of the choices, memory, schedule, the other tables.
+    """Write the page: the memory of each timeline, its peak, the tables, the assumptions.
 
-    The first timeline is shown at first; buttons select the others.
-
-    held, times: name of a timeline -> bytes of the device after each of its events, and the event's modelled seconds.
-    limit: bytes of the device. facts: assumptions, shown as a list of names and values.
-    plots: title -> a figure of `page_sweep.py`. choices: plans of which two are shown side by side.
-    asked: timelines of other steps, each a line that a click on its name shows. drawn_of: whose timelines these are.
+    The first timeline is shown at first; buttons select the others. held: name of a timeline -> bytes of the device
+    after each of its events. limit: bytes of the device. facts: assumptions, shown as a list of names and values.
+    Raises `PictureError` for a page without content, and without plotly.
     """
     timelines = [timeline for timeline in timelines if timeline.events]
-    if not (timelines or spans or tables or first or plots or choices):
+    if not (timelines or tables):
         raise PictureError(
-            f"The page `{title}` would be empty: there is no timeline with events, no span and no table. "
-            "Capture the step with memory=True, or pass `spans` or `tables`."
+            f"The page `{title}` would be empty: there is no timeline with events and no table. "
+            "Capture the step with memory=True, or pass `tables`."
         )
-    figures: dict[str, Figure] = {}
-    named = {f"plot{i}": figure for i, figure in enumerate(plots.values())}
-    figures.update(named)
-    if timelines:
-        figures["memory"] = memory_figure(timelines, held, limit, times, asked)
-    if spans:
-        figures["schedule"] = schedule_figure(spans)
-    drawn = _figures_html(path, figures)
     parts = [f"<h1>{_text(title)}</h1>"]
-    parts += [cards_html(cards)] if cards else []
-    for (title_, _), name in zip(plots.items(), named, strict=True):
-        parts += [f"<h2>{_text(title_)}</h2>", drawn[name]]
-    parts += _tables(first)
-    if len(choices) > 1:
-        parts += ["<h2>Side by side</h2>", side_by_side_html(choices)]
     if timelines:
-        parts += [
-            f"<h2>Memory of {_text(drawn_of)}</h2>",
-            *([AXIS] if times else []),
-            drawn["memory"],
-        ]
-        parts += [_phases(timelines), *_peaks(timelines, limit)]
+        parts += [_figure_html(path, memory_figure(timelines, held, limit)), _phases(timelines)]
+        parts += _peaks(timelines, limit)
         parts += [_folded(_live(timeline), i == 0) for i, timeline in enumerate(timelines)]
-    if spans:
-        parts += ["<h2>Modelled schedule</h2>", _summary(spans), drawn["schedule"]]
     parts += _tables(tables)
     if facts:
         parts += ["<h2>What was assumed</h2>", "<dl>", *_facts(facts), "</dl>"]
-    parts += [FIGURES] if figures else []
     Path(path).write_text(_document(title, parts), encoding="utf-8")
 
 
@@ -188,25 +162,6 @@ def _document(title: str, parts: Iterable[str]) -> str:
 </body>
 </html>
 """
-
-
-def _figures_html(path: str | Path, figures: Mapping[str, Figure]) -> dict[str, str]:
-    """Each figure as HTML; the first one includes plotly's script."""
-    if not figures:
-        return {}
-    try:
-        from plotly.io import to_html
-    except ImportError as error:
-        raise PictureError(
-            f"{path} cannot be written: the figures of an HTML page need plotly, which is not installed. "
-            'Run pip install "functionalize[page]", or draw a picture (.png, .svg, .pdf).'
-        ) from error
-    drawn: dict[str, str] = {}
-    for name, figure in figures.items():
-        first = not drawn
-        found = to_html(figure, _CONFIG, include_plotlyjs=first, full_html=False, div_id=name)
-        drawn[name] = found
-    return drawn
 
 
 # -- text and tables -------------------------------------------------------------------------------
@@ -263,15 +218,6 @@ def _where(timeline: Timeline, op: int | None) -> str:
     return " · ".join(filter(None, (place(timeline, op), module, code)))
 
 
-def _summary(spans: Sequence[Span]) -> str:
-    end, waited = max(span.end for span in spans), total(exposed(spans))
-    share = 100 * waited / (end or 1)
-    return (
-        f"<p>{human_seconds(end)} by a model of the machine; compute waits {human_seconds(waited)} "
-        f"for communication ({share:.0f}%).</p>"
-    )
-
-
 def _tables(tables: Iterable[Table]) -> Iterator[str]:
     for table in tables:
         if table.is_folded:
@@ -303,8 +249,7 @@ def _table(table: Table) -> Iterator[str]:
     for row in table.rows:
         yield "<tr>"
         for i, value in enumerate(row):
-            number = value.number if isinstance(value, Exact) else value
-            more = f' title="{number:,}"' if _is_number(number) else ""
+            more = f' title="{value:,}"' if _is_number(value) else ""
             if stacked and i >= _BESIDE:
                 more = f' data-head="{_text(table.columns[i])}"'
             yield f"<td{style[i]}{more}>{_text(_cell(value, table.columns[i]))}</td>"
@@ -318,15 +263,13 @@ def _facts(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | Exact) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _cell(value: Any, column: str) -> str:
     """A value as text; a number with the unit that the name of its column contains."""
     if value is None or isinstance(value, bool):
         return "" if value is None else "yes" if value else "no"
-    if isinstance(value, Exact):
-        return value.text
     words = column.lower().replace("_", " ").split()
     if not _is_number(value):
         return str(value)
@@ -335,3 +278,272 @@ def _cell(value: Any, column: str) -> str:
     if "seconds" in words:
         return human_seconds(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+# -- the figure ------------------------------------------------------------------------------------
+
+
+def _figure_html(path: str | Path, figure: Figure) -> str:
+    """The figure as HTML, with plotly's script."""
+    try:
+        from plotly.io import to_html
+    except ImportError as error:
+        raise PictureError(
+            f"{path} cannot be written: the figure of an HTML page needs plotly, which is not installed. "
+            'Run pip install "functionalize[page]", or draw a picture (.png, .svg, .pdf).'
+        ) from error
+    drawn: str = to_html(figure, _CONFIG, include_plotlyjs=True, full_html=False, div_id="memory")
+    return drawn
+
+
+def memory_figure(
+    timelines: Sequence[Timeline], held: Mapping[str, Sequence[int]], limit: int | None = None
+) -> Figure:
+    """The first timeline stacked, the others as lines; buttons select another one. All must have events.
+
+    held: by name of a timeline, the bytes that the device holds after each event.
+    """
+    held = {t.name: held[t.name] for t in timelines if t.name in held}
+    own = [max([t.peak, *held.get(t.name, ())]) for t in timelines]
+    tops = [upper_end(each, own) for each in own]
+    if limit is not None and limit > 1.5 * tops[0]:
+        limit = None  # far above: an axis up to the limit would flatten the rest
+    name = human_bytes(max(tops[0], limit or 0)).split()[1]
+    unit = 1024 ** BYTES.index(name)
+    traces: list[list[Trace]] = []
+    for timeline in timelines:
+        drawn = _TimelineTraces(timeline, held.get(timeline.name), unit, name)
+        others = [drawn.other(each) for each in timelines if each is not timeline]
+        traces.append(
+            [*drawn.stack(), *others, *drawn.lines(limit), *drawn.peak(), *drawn.phases()]
+        )
+    for i, some in enumerate(traces):
+        for trace in some:
+            trace["visible"] = i == 0
+    ends = [1.06 * max(top, limit or 0) / unit for top in tops]
+    layout = _layout(timelines, [len(some) for some in traces], name, ends)
+    return {"data": [t for some in traces for t in some], "layout": layout}
+
+
+class _TimelineTraces:
+    """The traces (plotly's data series) of one timeline. x is 0 at the last event before the step."""
+
+    def __init__(
+        self, timeline: Timeline, held: Sequence[int] | None, unit: int, unit_name: str
+    ) -> None:
+        if held is not None:
+            check_held(held, timeline)
+        self.timeline, self.held = timeline, held
+        self.unit, self.unit_name = unit, unit_name
+        self.first, self.end = first_event(timeline), len(timeline.events)
+        self.at_peak = Peak.of(timeline)
+        self.events = chosen(timeline)
+        self.x = _column([*(e - self.first for e in self.events), self.end - self.first], "i")
+
+    def _line(self, values: Sequence[int], **more: Any) -> Trace:
+        """A step line of bytes at the drawn events."""
+        y = [values[e] / self.unit for e in self.events]
+        return {"type": "scatter", "mode": "lines", "x": self.x, "y": _column([*y, y[-1]]), **more}
+
+    def _hover_template(self, name: str) -> str:
+        return f"{name} %{{y:,.3~f}} {self.unit_name}<extra></extra>"
+
+    def stack(self) -> Iterable[Trace]:
+        """A stacked area per category; the legend shows its bytes at the peak."""
+        for category, values in self.timeline.stacked().items():
+            at_peak = human_bytes(self.at_peak.categories.get(category, 0))
+            yield self._line(
+                values,
+                name=f"{category.value}  {at_peak}",
+                stackgroup=self.timeline.name,
+                fillcolor=COLOURS[category],
+                line={"width": 0, "shape": "hv", "color": COLOURS[category]},
+                hovertemplate=self._hover_template(category.value),
+            )
+
+    def other(self, other: Timeline) -> Trace:
+        """Another timeline as a line, aligned with this one phase by phase, because their events differ."""
+        start, end = first_event(other), len(other.events)
+        kept = columns(other.bytes, start, end, _LINE_POINTS)
+        x = placed(anchors(other, self.timeline), kept)
+        return {
+            "type": "scatter",
+            "mode": "lines",
+            "name": html.escape(f"{other.name}: peak {human_bytes(other.peak)}"),
+            "x": _column(each - self.first for each in x),
+            "y": _column(other.bytes[e] / self.unit for e in kept),
+            "line": {"width": 1.5, "color": INK, "dash": "dash", "shape": "hv"},
+            "hovertemplate": self._hover_template(html.escape(other.name)),
+        }
+
+    def lines(self, limit: int | None) -> Iterable[Trace]:
+        """Lines of the requested bytes (with the hover text of each event), the device's bytes, and the limit."""
+        words = [self.hover_text(e) for e in self.events]
+        yield self._line(
+            self.timeline.bytes,
+            name="requested",
+            text=[*words, words[-1]],
+            showlegend=False,
+            line={"width": 0, "shape": "hv", "color": INK},
+            hovertemplate="%{text}<extra></extra>",
+        )
+        if self.held is not None:
+            yield self._line(
+                self.held,
+                name=f"on the device: peak {human_bytes(max(self.held))}",
+                line={"width": 1, "shape": "hv", "color": GREY},
+                hovertemplate=self._hover_template("on the device"),
+            )
+        if limit is not None:
+            yield {
+                "type": "scatter",
+                "mode": "lines",
+                "name": f"limit {human_bytes(limit)}",
+                "x": [0, self.end - self.first],
+                "y": [limit / self.unit] * 2,
+                "line": {"width": 1.5, "color": RED},
+                "hoverinfo": "skip",
+            }
+
+    def hover_text(self, event: int) -> str:
+        """The hover text of an event: bytes after it, op, what it allocates or frees, what is live at the peak."""
+        op, allocation, made = self.timeline.events[event]
+        of = self.timeline.ops[op] if op != BEFORE else Op("before the step", "")
+        details = (("module", of.module), ("line", short_line(of.line)), ("phase", of.phase))
+        nbytes, name = human_bytes(allocation.nbytes), brief(allocation.name)
+        return _hover_lines(
+            [
+                f"{human_bytes(self.timeline.bytes[event])} in all",
+                f"op {of.name}",
+                *(f"{key} {value}" for key, value in details if value),
+                f"{'allocates' if made else 'frees'} {name} {allocation.shape}, {nbytes}",
+                *(self.live() if event == self.at_peak.event else ()),
+            ]
+        )
+
+    def live(self) -> Iterable[str]:
+        """The largest groups of what is live at the peak."""
+        yield "the peak, of which the largest:"
+        for each in groups(self.at_peak.live)[:_LIVE_IN_HOVER]:
+            many = f" ×{each.members:,}" if each.members > 1 else ""
+            yield f"{human_bytes(each.nbytes)} {brief(each.name)}{many}"
+
+    def peak(self) -> Iterable[Trace]:
+        """The marker of the peak."""
+        peak, x = self.at_peak, self.at_peak.event - self.first
+        yield {
+            "type": "scatter",
+            "mode": "markers+text",
+            "name": "peak",
+            "showlegend": False,
+            "x": [x],
+            "y": [peak.nbytes / self.unit],
+            "text": [f"<b>peak {human_bytes(peak.nbytes)}</b>"],
+            "textposition": f"top {'right' if x < 0.8 * (self.end - self.first) else 'left'}",
+            "marker": {"size": 10, "color": INK, "line": {"width": 2, "color": "white"}},
+            "hoverinfo": "skip",
+        }
+
+    def phases(self) -> Iterable[Trace]:
+        """The strip below: the phases in order, as bars."""
+        found = stretches(self.timeline)
+        for phase in dict.fromkeys(stretch.phase for stretch in found):
+            own = [stretch for stretch in found if stretch.phase == phase]
+            yield {
+                "type": "bar",
+                "orientation": "h",
+                "name": html.escape(phase),
+                "base": _column(s.start - self.first for s in own),
+                "x": _column(s.end - s.start for s in own),
+                "y": [0] * len(own),
+                "yaxis": "y2",
+                "marker": {"color": PHASE_COLOURS.get(phase, OTHER_PHASE), "line": {"width": 0}},
+                "showlegend": False,
+                "hoverinfo": "skip",
+            }
+
+
+def chosen(timeline: Timeline) -> list[int]:
+    """The events of a step to draw: all; or, of a long step, the largest per column and all near the peak."""
+    start, end = first_event(timeline), len(timeline.events)
+    if end - start <= POINTS:
+        return list(range(start, end))
+    near = range(max(timeline.peak_at - NEAR, start), min(timeline.peak_at + NEAR, end))
+    return sorted({*columns(timeline.bytes, start, end, POINTS), *near})
+
+
+def _layout(
+    timelines: Sequence[Timeline],
+    counts: Sequence[int],
+    unit: str,
+    ends: Sequence[float],
+) -> dict[str, Any]:
+    """Axes, legends, and two buttons per timeline: the whole step, and the events around the peak.
+
+    counts: the number of traces of each timeline. ends: how high the axis goes for it.
+    """
+    buttons: list[dict[str, Any]] = []
+    for i, timeline in enumerate(timelines):
+        visible = [i == j for j, count in enumerate(counts) for _ in range(count)]
+        peak, name = timeline.peak_at - first_event(timeline), html.escape(timeline.name)
+        whole = [0, len(timeline.events) - first_event(timeline)]
+        for label, x in ((name, whole), (f"{name}: the peak", [peak - 60, peak + 60])):
+            args = [{"visible": visible}, {"xaxis.range": x, "yaxis.range": [0, ends[i]]}]
+            buttons.append({"label": label, "method": "update", "args": args})
+    few = len(timelines) <= 2
+    menu = {"type": "buttons", "direction": "right"} if few else {"type": "dropdown"}
+    return {
+        **_LAYOUT,
+        "height": 640,
+        "barmode": "overlay",
+        "hovermode": "x unified",
+        "xaxis": {
+            "anchor": "y2",
+            "range": buttons[0]["args"][1]["xaxis.range"],
+            "tickformat": ",d",
+            "title": {"text": "events, in order"},
+            "unifiedhovertitle": {"text": "event %{x:,d}"},
+        },
+        "yaxis": {
+            "title": {"text": unit},
+            "domain": [0.06, 1],
+            "range": buttons[0]["args"][1]["yaxis.range"],
+            "fixedrange": True,
+        },
+        "yaxis2": {"domain": [0, 0.035], "visible": False, "fixedrange": True},
+        # Below the figure, whatever the width of the page: two short entries share a row.
+        "legend": {
+            "traceorder": "reversed",
+            "title": {"text": "at the peak:"},
+            "orientation": "h",
+            "x": 0,
+            "y": -0.16,
+            "yanchor": "top",
+        },
+        "updatemenus": [
+            {
+                **menu,
+                "buttons": buttons,
+                "x": 0,
+                "xanchor": "left",
+                "y": 1.02,
+                "yanchor": "bottom",
+                "showactive": True,
+            }
+        ],
+    }
+
+
+def _column(values: Iterable[float], kind: str = "d") -> dict[str, str]:
+    """Numbers in plotly's binary encoding: float64 (`d`) or int32 (`i`), little-endian, base64."""
+    numbers = array(kind, values)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    dtype = {"d": "f8", "i": "i4"}[kind]
+    return {"dtype": dtype, "bdata": base64.b64encode(numbers.tobytes()).decode()}
+
+
+def _hover_lines(lines: Iterable[str]) -> str:
+    """The lines of a hover text. plotly interprets HTML tags in texts, so that names and code are escaped."""
+    first, *rest = (html.escape(line, quote=False) for line in lines)
+    return "<br>".join([f"<b>{first}</b>", *rest])

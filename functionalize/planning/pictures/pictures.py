@@ -5,7 +5,6 @@ Needs matplotlib: `pip install "functionalize[plots]"`.
     memory_picture([eager, program], "memory.png")      bytes by category, event by event; the peak in detail
     memory_picture(..., times=times)                    the same over modelled time (`report/event_times.py`)
     schedule_picture(spans, "schedule.svg")             a row per stream; hatched where compute waits
-    tradeoff_picture(rows, "sweep.png")                 bytes against seconds (see `tradeoffs.py`)
 
         ┌─────────────────┬──────────┐
         │      peak •     │ legend   │     a column of the picture shows all categories of one event, the one with
@@ -16,7 +15,7 @@ Needs matplotlib: `pip install "functionalize[plots]"`.
         └─────────────────┴──────────┘
 
 Figures are built without `pyplot`: no global state, no window, no backend. The same plan results in the same file.
-Refuses: another file suffix; nothing to draw. Linear in events, spans (after sorting) and rows.
+Refuses: another file suffix; nothing to draw. Linear in events and spans (after sorting).
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ from functionalize.planning.pictures.canvas import (
     upper_end,
 )
 from functionalize.planning.pictures.schedule_picture import schedule_picture
-from functionalize.planning.pictures.tradeoffs import tradeoff_picture
 from functionalize.planning.report.display import (
     COLOURS,
     OTHER_PHASE,
@@ -69,7 +67,7 @@ if TYPE_CHECKING:
 
 _NO_TIMES: Mapping[str, Sequence[float]] = MappingProxyType({})
 
-__all__ = ["memory_picture", "schedule_picture", "tradeoff_picture"]
+__all__ = ["memory_picture", "schedule_picture"]
 
 # -- memory ----------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The page of a plan in a real browser: no request, the numbers of the report, and hover, zoom and buttons work."""
+"""The page of a step's memory in a real browser: no request, the numbers of the report; hover, zoom, buttons work."""
 
 from __future__ import annotations
 
@@ -8,32 +8,23 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from functionalize.errors import PictureError
-from functionalize.planning.pictures import page_figures, page_schedule
-from functionalize.planning.pictures.page import Table, write_page
-from functionalize.planning.pictures.page_figures import chosen, memory_figure
-from functionalize.planning.pictures.page_schedule import schedule_figure, together
-from functionalize.planning.pictures.page_script import ComparedPlan
-from functionalize.planning.pictures.page_sweep import frontier_figure, holding_figure
-from functionalize.planning.pictures.tradeoffs import Point
+from functionalize.planning.pictures import page
+from functionalize.planning.pictures.page import Table, chosen, memory_figure, write_page
 from functionalize.planning.report.display import (
     BYTES,
     Peak,
     first_event,
     human_bytes,
-    human_seconds,
 )
-from functionalize.planning.report.event_times import event_times, reached
-from functionalize.planning.report.spans import Span
 from functionalize.planning.timeline.timeline import Category, Timeline
 from tests.planning.browser import NAMES, Browser, executable
-from tests.planning.timelines import Maker, captured, large, real, schedule_of, step_of
+from tests.planning.timelines import Maker, large, real, step_of
 
 pytest.importorskip("plotly")
 needs_browser = pytest.mark.skipif(
@@ -41,7 +32,7 @@ needs_browser = pytest.mark.skipif(
 )
 HOSTILE = "</script><script>alert(1)</script> & <b>{{DATA}} <a href='https://a.b'>%{x}</a>"
 EAGER, PROGRAM = step_of(4)
-MEMORY, SCHEDULE = "memory", "schedule"
+MEMORY = "memory"
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +48,6 @@ def path(tmp_path_factory):
         path,
         title=HOSTILE,
         timelines=[EAGER, PROGRAM],
-        spans=schedule_of(4),
         tables=[
             Table(
                 "Communication",
@@ -298,109 +288,6 @@ def test_the_tables_of_the_peaks_are_those_of_the_timelines(opened):
     assert sum(int(n.replace(",", "")) for n in exact) == EAGER.peak
 
 
-# -- over time -------------------------------------------------------------------------------------
-
-
-def choose_axis(browser: Browser, value: str) -> None:
-    """One of the two horizontal axes, when the figure has it."""
-    browser.run(f"document.querySelector('input[value={value}]').click()")
-    title = {"time": "modelled time", "events": "events, in order"}[value]
-    browser.wait(f"document.querySelector('#memory .xtitle').textContent.startsWith({title!r})")
-
-
-@needs_browser
-def test_events_at_their_modelled_time(browser, tmp_path):
-    eager, program, time = real()
-    intervals = reached(captured().step.graph, time.spans)
-    times = event_times([eager, program], intervals)
-    path = tmp_path / "timed.html"
-    write_page(path, timelines=[eager, program], spans=time.spans, times=times)
-    with opening(browser, path):
-        before = drawn(browser)
-        whole = shown(browser)
-        choose_axis(browser, "time")
-        unit = {"ms": 1e3, "µs": 1e6}[
-            browser.run("document.getElementById('memory').layout.meta.unit")
-        ]
-        assert drawn(browser) == before  # the bytes are the same, at other places
-        for timeline in (eager, program):
-            click(browser, MEMORY, timeline.name)
-            (x,) = {tuple(found) for (found,) in traces(browser, "Array.from(t.x)")}
-            last = max(t[-1] for t in times.values())
-            want = [*times[timeline.name][first_event(timeline) :], last]
-            assert [*x] == pytest.approx([t * unit for t in want], abs=last * unit * 1e-5)
-            assert list(x) == sorted(x) and shown(browser) == (pytest.approx(0), x[-1])
-        peak = "document.getElementById('memory')._fullData.find(t => t.name === 'peak' && t.visible === true).x[0]"
-        assert browser.run(peak) == pytest.approx(
-            times["program"][program.peak_at] * unit, rel=1e-4
-        )
-        bars = "document.getElementById('memory')._fullData.filter(t => t.type === 'bar' && t.visible === true)"
-        covered = browser.run(f"{bars}.flatMap(t => Array.from(t.x)).reduce((a, b) => a + b)")
-        assert covered == pytest.approx(x[-1], rel=1e-3)
-        choose_axis(browser, "events")
-        click(browser, MEMORY, "eager")
-        assert drawn(browser) == before and shown(browser) == whole
-
-
-@needs_browser
-def test_lines_of_other_steps_are_shown_when_they_are_asked_for(browser, tmp_path):
-    other = replace(step_of(2)[0], name="batch 2")
-    path = tmp_path / "asked.html"
-    write_page(path, timelines=[EAGER, PROGRAM], asked=[other])
-    line = "document.getElementById('memory').data.filter(t => t.name.startsWith('batch 2'))"
-    with opening(browser, path):
-        assert browser.run(f"{line}.map(t => t.visible)") == ["legendonly", False]
-        click(browser, MEMORY, "program")
-        assert browser.run(f"{line}.map(t => t.visible)") == [False, "legendonly"]
-
-
-# -- several plans ---------------------------------------------------------------------------------
-
-
-@needs_browser
-def test_two_of_several_points_side_by_side(browser, tmp_path):
-    rows = [("batch 1", 100.0, "1.00 s"), (HOSTILE, 150.0, "2.00 s"), ("batch 4", 50.0, "4.00 s")]
-    choices = [
-        ComparedPlan(name, {"peak": (n, f"{n:.0f} B"), text: (1, text)}) for name, n, text in rows
-    ]
-    path = tmp_path / "choices.html"
-    write_page(path, tables=[Table("Points", ["batch"], [[1]])], choices=choices)
-    with opening(browser, path):
-        assert cells(browser, "#beside tr") == [
-            ["", "batch 1", HOSTILE, "change"],
-            ["peak", "100 B", "150 B", "+50.0%"],
-            ["1.00 s", "1.00 s", "", ""],
-            ["2.00 s", "", "2.00 s", ""],
-        ]
-        browser.run(
-            "(() => { const s = document.getElementById('second'); s.value = 2;"
-            "s.dispatchEvent(new Event('change')); })()"
-        )
-        assert cells(browser, "#beside tr")[:2] == [
-            ["", "batch 1", "batch 4", "change"],
-            ["peak", "100 B", "50 B", "\u221250.0%"],
-        ]
-    write_page(path, tables=[Table("Points", ["batch"], [[1]])], choices=choices[:1])
-    assert "Side by side" not in path.read_text()
-
-
-@needs_browser
-def test_the_figures_of_several_plans(browser, tmp_path):
-    found = [Point(1.0, 3 << 30, HOSTILE, True), Point(2.0, 5 << 30, "b", False)]
-    bars = [(HOSTILE, {Category.INPUTS: 1 << 20}), ("b", {Category.BUFFERS: 3 << 20})]
-    plots = {
-        "Frontier": frontier_figure(found, found[:1], "tokens/s/rank", 4 << 30),
-        HOSTILE: holding_figure(bars),
-    }
-    path = tmp_path / "plots.html"
-    write_page(path, tables=[Table("Points", ["batch"], [[1]])], plots=plots)
-    with opening(browser, path):
-        names = "document.getElementById('plot0').data.map(t => t.name)"
-        assert browser.run(names) == ["frontier", "fits", "does not fit", "limit 4.00 GiB"]
-        assert "3.00 MiB" not in text(browser, "#plot1") and "buffers" in text(browser, "#plot1")
-        assert not browser.run("document.querySelectorAll('#plot0 a, #plot1 a').length")
-
-
 # -- how wide it is --------------------------------------------------------------------------------
 
 
@@ -417,10 +304,7 @@ def test_nothing_overflows(browser, path, width):
         assert right <= width and height == drawn_height
     legend = "document.querySelector('#memory .legend').getBoundingClientRect()"
     plot = "document.querySelector('#memory .nsewdrag').getBoundingClientRect()"
-    if width < 960:
-        assert browser.run(f"{legend}.top >= {plot}.bottom")
-    else:
-        assert browser.run(f"{legend}.left >= {plot}.right")
+    assert browser.run(f"{legend}.top >= {plot}.bottom")
     assert browser.run(f"{plot}.width") > 0.55 * width
     assert browser.complaints == []
 
@@ -437,26 +321,7 @@ def test_a_narrow_page_shows_every_column_of_what_is_live(browser, path):
     assert cells[0] == cells[1]
 
 
-# -- schedule, tables, facts -----------------------------------------------------------------------
-
-
-@needs_browser
-def test_the_schedule_tells_and_zooms(opened):
-    assert "67.0 ms by a model of the machine; compute waits 15.0 ms for communication (22%)" in (
-        text(opened, "body")
-    )
-    compute, gather = 1 / 6, 3 / 6
-    said = hover(opened, SCHEDULE, 17.5, compute)
-    assert [line for line in said if line.startswith("mm_")] and "phase forward" in said
-    assert [line for line in said if line.startswith("module layers.")]
-    assert "from 0 s, for 7.00 ms" in hover(opened, SCHEDULE, 3, compute)
-    said = hover(opened, SCHEDULE, 3, gather)
-    assert "all_gather_into_tensor" in said and "sends 32.0 MiB per rank" in said
-    before = shown(opened, SCHEDULE)
-    opened.mouse("mouseWheel", *place(opened, SCHEDULE, 30, compute), deltaX=0, deltaY=-200)
-    opened.wait(f"document.getElementById('schedule')._fullLayout.xaxis.range[0] !== {before[0]}")
-    after = shown(opened, SCHEDULE)
-    assert before[0] < after[0] < after[1] < before[1]
+# -- tables, facts ---------------------------------------------------------------------------------
 
 
 @needs_browser
@@ -480,7 +345,7 @@ def test_tables_and_facts_are_text(opened):
 def test_100_000_events(browser, tmp_path):
     eager, program = large()
     path = tmp_path / "large.html"
-    write_page(path, timelines=[eager, program], spans=schedule_of(126, small=100))
+    write_page(path, timelines=[eager, program])
     assert len(eager.events) > 100_000 and path.stat().st_size < 20 << 20
     with opening(browser, path):
         assert f"Peak of eager: {Peak.of(eager).words()}" in text(browser, "body")
@@ -496,9 +361,9 @@ def test_of_many_events_the_largest_and_all_near_the_peak_are_drawn():
     eager, _ = large()
     events = chosen(eager)
     assert events == sorted(set(events)) and eager.peak_at in events
-    assert len(events) <= page_figures.POINTS + 2 * page_figures.NEAR
+    assert len(events) <= page.POINTS + 2 * page.NEAR
     assert events[0] >= first_event(eager)
-    start = eager.peak_at - page_figures.NEAR
+    start = eager.peak_at - page.NEAR
     assert {*range(start, len(eager.events))} <= {*events}
     for event, after in pairwise(events):  # nothing between two of them has more bytes than both
         between = eager.bytes[event : after + 1]
@@ -507,29 +372,16 @@ def test_of_many_events_the_largest_and_all_near_the_peak_are_drawn():
     assert chosen(small) == [*range(first_event(small), len(small.events))]
 
 
-def test_bars_are_as_few_as_can_be_seen():
-    spans = [Span("compute", f"mm_{i}", i * 1e-3, (i + 1) * 1e-3, "forward") for i in range(1000)]
-    assert together(spans, 0.0) == [[span] for span in spans]
-    found = together(spans, 0.0105)
-    assert [span for some in found for span in some] == spans and len(found) == 100
-    short = [Span("compute", f"mm_{i}", i * 1e-3, (i + 1) * 1e-3) for i in range(20_000)]
-    (trace,) = schedule_figure(short)["data"]
-    assert len(trace["y"]) <= page_schedule.BARS
-    assert trace["hovertext"][0].startswith("<b>7 from mm_0 to mm_6</b>")
-
-
 # -- other pages -----------------------------------------------------------------------------------
 
 
 @needs_browser
 def test_the_page_of_a_captured_step(browser, tmp_path):
-    eager, program, time = real()
+    eager, program, _ = real()
     path = tmp_path / "real.html"
-    write_page(path, timelines=[program, eager], spans=time.spans)
+    write_page(path, timelines=[program, eager])
     with opening(browser, path):
         assert f"Peak of program: {Peak.of(program).words()}" in text(browser, "body")
-        wait = f"compute waits {human_seconds(time.exposed)} for communication"
-        assert wait in text(browser, "body")
         for timeline in (program, eager):
             click(browser, MEMORY, f"{timeline.name}: the peak")
             first = first_event(timeline)
@@ -551,17 +403,15 @@ def test_names_with_markup_are_shown_as_they_are(browser, tmp_path):
     maker.op("aten.add", HOSTILE, HOSTILE)
     maker.make(1 << 20, Category.TEMPORARIES, HOSTILE)
     path = tmp_path / "hostile.html"
-    spans = [Span(HOSTILE, HOSTILE, 0.0, 1.0, HOSTILE, HOSTILE)]
-    write_page(path, timelines=[maker.timeline(HOSTILE)], spans=spans)
+    write_page(path, timelines=[maker.timeline(HOSTILE)])
     with opening(browser, path):
         said = hover(browser, MEMORY, 1)
         assert f"module {HOSTILE}" in said and f"phase {HOSTILE}" in said
         assert f"allocates {HOSTILE} bf16[524288], 1.00 MiB" in said
-        assert f"module {HOSTILE}" in hover(browser, SCHEDULE, 0.5)
         texts = browser.run("[...document.querySelectorAll('.legendtext')].map(t => t.textContent)")
         legends = [" ".join(text.split()) for text in texts]
         assert "inputs 1.00 MiB" in legends
-        assert not browser.run("document.querySelectorAll('#memory a, #schedule a').length")
+        assert not browser.run("document.querySelectorAll('#memory a').length")
 
 
 @needs_browser
@@ -569,16 +419,16 @@ def test_a_page_of_tables_alone(browser, tmp_path):
     path = tmp_path / "tables.html"
     write_page(path, tables=[Table("Sweep", ["batch"], [])])
     with opening(browser, path):
-        assert text(browser, "body").startswith("Plan of a step Sweep batch")
+        assert text(browser, "body").startswith("Memory of a step Sweep batch")
         assert not browser.run("document.querySelectorAll('script').length")
 
 
 @needs_browser
-def test_one_allocation_and_a_schedule_that_takes_no_time(browser, tmp_path):
+def test_one_allocation(browser, tmp_path):
     maker = Maker()
     maker.make(1 << 20, Category.INPUTS, "x")
     path = tmp_path / "one.html"
-    write_page(path, timelines=[maker.timeline("eager")], spans=[Span("compute", "view", 0.0, 0.0)])
+    write_page(path, timelines=[maker.timeline("eager")])
     with opening(browser, path):
         said = "Peak of eager: 1.00 MiB before the step: inputs 1.00 MiB (100%)."
         assert said in text(browser, "body")
@@ -591,10 +441,6 @@ def test_what_plotly_is_given_is_what_it_knows():
     for figure in (
         memory_figure([EAGER, PROGRAM], {"eager": EAGER.bytes}, 300 << 20),
         memory_figure([EAGER, PROGRAM, EAGER], {}, 80 << 30),
-        memory_figure([EAGER, PROGRAM], {}, None, {t.name: t.bytes for t in (EAGER, PROGRAM)}),
-        schedule_figure(schedule_of(4)),
-        frontier_figure([Point(1.0, 1.0, "a", True)], [], "seconds", 2.0),
-        holding_figure([("a", {Category.INPUTS: 1})]),
     ):
         Figure(figure)  # raises ValueError for a property that there is not
 
@@ -609,7 +455,7 @@ def test_a_page_forbids_every_request(path):
 
 def test_the_same_plan_is_the_same_page(path, tmp_path):
     for name in ("a", "b"):
-        write_page(tmp_path / name, timelines=[EAGER, PROGRAM], spans=schedule_of(4))
+        write_page(tmp_path / name, timelines=[EAGER, PROGRAM])
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
@@ -633,7 +479,7 @@ def test_without_plotly_it_says_what_to_install(tmp_path, monkeypatch):
 
 
 def test_only_writing_a_page_imports_plotly():
-    for file in Path(page_figures.__file__).parents[2].rglob("*.py"):
+    for file in Path(page.__file__).parents[2].rglob("*.py"):
         for node in ast.parse(file.read_text()).body:  # at the top level, not in functions
             if isinstance(node, ast.Import | ast.ImportFrom):
                 assert "plotly" not in ast.unparse(node), file

@@ -12,16 +12,14 @@ import pytest
 from functionalize.errors import PictureError
 from functionalize.planning.allocator.allocator import simulate
 from functionalize.planning.pictures import pictures
-from functionalize.planning.pictures.page_figures import memory_figure
+from functionalize.planning.pictures.page import memory_figure
 from functionalize.planning.pictures.pictures import (
     COLUMNS,
     columns,
     memory_picture,
     schedule_picture,
     time_columns,
-    tradeoff_picture,
 )
-from functionalize.planning.pictures.tradeoffs import Point, frontier, kind_of, points
 from functionalize.planning.report.display import BYTES, human_bytes, human_seconds
 from functionalize.planning.report.event_times import event_times, reached
 from functionalize.planning.report.rows import exposed, merged, rectangles, rows_of, total
@@ -240,64 +238,6 @@ def test_rows_are_compute_first_and_rectangles_cover_them():
         assert all(any(a <= s.start and s.end <= b for a, b in covered) for s in row)
 
 
-# -- sweeps ----------------------------------------------------------------------------------------
-
-ROWS = [
-    {"batch": 1, "reshard": True, "seconds": 1.0, "bytes": 10 * GIB, "model": "8B"},
-    {"batch": 1, "reshard": False, "seconds": 0.9, "bytes": 20 * GIB, "model": "8B"},
-    {"batch": 2, "reshard": True, "seconds": 2.0, "bytes": 15 * GIB, "model": "8B"},
-    {"batch": 2, "reshard": False, "seconds": 0.5, "bytes": 90 * GIB, "model": "8B"},
-    {"batch": 4, "reshard": False, "seconds": None, "bytes": None, "model": "8B"},
-]
-
-
-def test_the_frontier_is_what_no_row_beats():
-    found = points(ROWS, "seconds", "bytes", 40 * GIB)
-    assert [(p.name, p.feasible) for p in frontier(found)] == [
-        ("batch 2, reshard False", False),
-        ("batch 1, reshard False", True),
-        ("batch 1, reshard True", True),
-    ]
-    same = [Point(1, 1, "first", True), Point(1, 1, "second", True), Point(1, 2, "worse", True)]
-    assert [p.name for p in frontier(same)] == ["first"]
-
-
-def test_the_picture_of_a_sweep_lists_the_best_rows_that_fit(tmp_path):
-    path = tmp_path / "sweep.svg"
-    tradeoff_picture(ROWS, path, limit=40 * GIB)
-    said = texts(path)
-    assert "bytes against seconds, 4 configurations" in said
-    assert "2 of 3 that fit are not beaten in both" in said
-    assert said[said.index("batch 1, reshard False") - 1] == "900 ms, 20.0 GiB"
-    assert "batch 2, reshard False" not in said
-    assert "limit 40.0 GiB" in said and "1 more above, up to 90.0 GiB" in said
-    tradeoff_picture(ROWS, path, limit=GIB)
-    assert "3 of 4 (none fits) are not beaten in both" in texts(path)
-    tradeoff_picture(ROWS, path, x="batch", y="seconds")
-    assert "1, 900 ms" in texts(path)
-
-
-def test_as_many_points_as_have_room_are_listed(tmp_path):
-    rows = [{"batch": i, "seconds": i / 7, "bytes": GIB * (100 - i)} for i in range(100)]
-    path = tmp_path / "sweep.svg"
-    tradeoff_picture(rows, path)
-    said = texts(path)
-    assert "100 of 100 are not beaten in both" in said
-    assert "batch 0" in said and "batch 99" in said
-
-
-def test_names_of_columns_say_their_units():
-    assert [
-        kind_of(name) for name in ("bytes", "peak_bytes", "eager peak", "step seconds", "batch")
-    ] == [
-        "bytes",
-        "bytes",
-        "bytes",
-        "seconds",
-        "number",
-    ]
-
-
 # -- refusals --------------------------------------------------------------------------------------
 
 
@@ -345,11 +285,4 @@ def test_nothing_to_draw_is_refused(tmp_path):
         memory_picture(step_of(1), path, held=[5])
     with pytest.raises(PictureError, match="the schedule has no span"):
         schedule_picture([], path)
-    with pytest.raises(
-        PictureError,
-        match=r"none of 5 rows has numbers for `x` and `bytes`\. The columns of the first row: `batch`, `reshard`",
-    ):
-        tradeoff_picture(ROWS, path, x="x")
-    with pytest.raises(PictureError, match=r"none of 0 rows .* The columns of the first row: none"):
-        tradeoff_picture([], path)
     assert not path.exists()
