@@ -43,7 +43,7 @@ fuzz: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
-	$(BIN)/python -m mypy functionalize passes
+	$(BIN)/python -m mypy functionalize
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.capture

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
-import passes
 from benchmarks.machine import machine
+from functionalize import passes
 from functionalize.planning.machines.presets import MACHINES
 from functionalize.planning.time.step_time import step_time
 

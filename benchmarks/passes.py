@@ -30,13 +30,13 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
-import passes
 from benchmarks import capture as subjects
 from benchmarks.machine import machine
+from functionalize import passes
 from functionalize.errors import PassError
+from functionalize.passes.base import FUNCTIONAL
+from functionalize.passes.verify import check
 from functionalize.util.gc_pause import only_young_collections
-from passes.base import FUNCTIONAL
-from passes.verify import check
 
 WIDTH = 16
 OPTIONS: Mapping[str, str] = {}  # pass -> how it is written here, if not with its defaults

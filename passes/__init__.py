@@ -4,29 +4,36 @@ program = passes.run(program, passes.parse("default"))
 gm = passes.elide_copies(gm, example_inputs)
 """
 
-from passes.base import Pass
-from passes.bucket_gathers import BucketGathers, bucket_gathers
-from passes.bucket_reduces import BucketReduces, bucket_reduces
-from passes.drop_dead_code import DropDeadCode, drop_dead_code
-from passes.elide_copies import ElideCopies, elide_copies
-from passes.fold_views import FoldViews, fold_views
-from passes.graph_modules import on_graph_module
-from passes.merge_duplicates import MergeDuplicates, merge_duplicates
-from passes.narrow_masks import NarrowMasks, narrow_masks
-from passes.offload import Offload, offload
-from passes.order import Order, order
-from passes.partition import Partition
-from passes.partitioned import Partitioned
-from passes.pipeline import PASSES, PIPELINES, parse, pipeline_text
-from passes.prefetch import Prefetch, prefetch
-from passes.recompute_views import RecomputeViews, partition, partitioner, recompute_views
-from passes.reinplace import Reinplace
-from passes.remat import Remat, remat
-from passes.remove_noops import RemoveNoops, remove_noops
-from passes.reshard import Reshard, reshard
-from passes.runner import run
-from passes.schedule_memory import ScheduleMemory, schedule_memory
-from passes.verify import Verify, verify
+import sys
+
+from functionalize.passes.base import Pass
+from functionalize.passes.bucket_gathers import BucketGathers, bucket_gathers
+from functionalize.passes.bucket_reduces import BucketReduces, bucket_reduces
+from functionalize.passes.drop_dead_code import DropDeadCode, drop_dead_code
+from functionalize.passes.elide_copies import ElideCopies, elide_copies
+from functionalize.passes.fold_views import FoldViews, fold_views
+from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.merge_duplicates import MergeDuplicates, merge_duplicates
+from functionalize.passes.narrow_masks import NarrowMasks, narrow_masks
+from functionalize.passes.offload import Offload, offload
+from functionalize.passes.order import Order, order
+from functionalize.passes.partition import Partition
+from functionalize.passes.partitioned import Partitioned
+from functionalize.passes.pipeline import PASSES, PIPELINES, parse, pipeline_text
+from functionalize.passes.prefetch import Prefetch, prefetch
+from functionalize.passes.recompute_views import (
+    RecomputeViews,
+    partition,
+    partitioner,
+    recompute_views,
+)
+from functionalize.passes.reinplace import Reinplace
+from functionalize.passes.remat import Remat, remat
+from functionalize.passes.remove_noops import RemoveNoops, remove_noops
+from functionalize.passes.reshard import Reshard, reshard
+from functionalize.passes.runner import run
+from functionalize.passes.schedule_memory import ScheduleMemory, schedule_memory
+from functionalize.passes.verify import Verify, verify
 
 __all__ = [
     "PASSES",
@@ -74,3 +81,12 @@ __all__ = [
     "schedule_memory",
     "verify",
 ]
+
+if (
+    __name__ == "passes"
+):  # imported in a checkout by the name of the folder: the same modules, no second ones
+    sys.modules |= {
+        name.removeprefix("functionalize."): module
+        for name, module in list(sys.modules.items())
+        if f"{name}.".startswith("functionalize.passes.")
+    }

@@ -42,18 +42,18 @@ import torch
 from torch import fx
 
 from functionalize.ir.waits import WAIT
-from functionalize.program.program import Program
-from passes.base import Pass
-from passes.graph_modules import on_graph_module
-from passes.maker import Maker
-from passes.metadata import is_detached, set_value
-from passes.patterns import (
+from functionalize.passes.base import Pass
+from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.maker import Maker
+from functionalize.passes.metadata import is_detached, set_value
+from functionalize.passes.patterns import (
     GATHER,
     GATHER_LIST,
     Gather,
     collectives,
     gathers,
 )
+from functionalize.program.program import Program
 
 aten = torch.ops.aten
 

@@ -48,12 +48,12 @@ from functionalize._compat.distributed import group_of_name
 from functionalize.analysis.aliases import Aliases, results, results_of
 from functionalize.ir.epilogue import Set
 from functionalize.ir.waits import WAIT
+from functionalize.passes.base import Pass
+from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.maker import Maker
+from functionalize.passes.metadata import is_detached, set_value
+from functionalize.passes.patterns import ALL_REDUCE, REDUCE_SCATTER, Reduce, collectives, reduces
 from functionalize.program.program import Program
-from passes.base import Pass
-from passes.graph_modules import on_graph_module
-from passes.maker import Maker
-from passes.metadata import is_detached, set_value
-from passes.patterns import ALL_REDUCE, REDUCE_SCATTER, Reduce, collectives, reduces
 
 aten = torch.ops.aten
 

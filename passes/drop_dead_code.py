@@ -24,9 +24,9 @@ from torch import fx
 
 from functionalize.analysis import dead_code
 from functionalize.ir.generators import is_random
+from functionalize.passes.base import STAGES, Pass
+from functionalize.passes.graph_modules import on_graph_module
 from functionalize.program.program import Program
-from passes.base import STAGES, Pass
-from passes.graph_modules import on_graph_module
 
 
 @dataclass(frozen=True)

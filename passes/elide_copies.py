@@ -43,11 +43,11 @@ from functionalize.analysis.aliases import (
 )
 from functionalize.ir.epilogue import Copy, Set
 from functionalize.ir.ops import Geometry, geometry_of
+from functionalize.passes.base import Pass
+from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.metadata import revalue
+from functionalize.passes.views import erase_unused, is_plain, same_above
 from functionalize.program.program import Program
-from passes.base import Pass
-from passes.graph_modules import on_graph_module
-from passes.metadata import revalue
-from passes.views import erase_unused, is_plain, same_above
 
 aten = torch.ops.aten
 

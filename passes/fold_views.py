@@ -30,10 +30,10 @@ from torch import fx
 
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize.ir.ops import Geometry, geometry_of
+from functionalize.passes.base import Pass
+from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.views import chain, erase_unused, is_plain, viewed
 from functionalize.program.program import Program
-from passes.base import Pass
-from passes.graph_modules import on_graph_module
-from passes.views import chain, erase_unused, is_plain, viewed
 
 aten = torch.ops.aten
 _AS_STRIDED = aten.as_strided.default

@@ -25,10 +25,10 @@ from functionalize.ir.fakes import Fakes
 from functionalize.ir.inputs import Argument, InputSpec
 from functionalize.ir.ops import geometry_of
 from functionalize.ir.outputs import Result
+from functionalize.passes.base import Pass
+from functionalize.passes.metadata import describe, is_detached, value_of
 from functionalize.program.metadata import fake_input
 from functionalize.program.program import Program
-from passes.base import Pass
-from passes.metadata import describe, is_detached, value_of
 
 GraphPass = Callable[..., fx.GraphModule]
 

@@ -17,8 +17,8 @@ from torch import fx
 
 from functionalize.ir.ops import geometry_of, tensor_metadata
 from functionalize.ir.waits import WAIT
-from passes.metadata import origin_meta, set_value
-from passes.patterns import ALL_REDUCE, GATHER, GATHER_LIST, REDUCE_SCATTER
+from functionalize.passes.metadata import origin_meta, set_value
+from functionalize.passes.patterns import ALL_REDUCE, GATHER, GATHER_LIST, REDUCE_SCATTER
 
 aten = torch.ops.aten
 # What a node does for FSDP2, if not what the node does that it is inserted for.

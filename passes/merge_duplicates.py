@@ -34,12 +34,12 @@ from functionalize.analysis.dead_code import is_impure
 from functionalize.ir.epilogue import Set
 from functionalize.ir.generators import is_random
 from functionalize.ir.ops import geometry_of
+from functionalize.passes.base import Pass
+from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.metadata import revalue
+from functionalize.passes.views import chain, is_plain
 from functionalize.planning.timeline.liveness import Liveness, Storage
 from functionalize.program.program import Program
-from passes.base import Pass
-from passes.graph_modules import on_graph_module
-from passes.metadata import revalue
-from passes.views import chain, is_plain
 
 aten = torch.ops.aten
 _UNDEFINED = frozenset(

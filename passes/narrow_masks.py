@@ -28,9 +28,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from functionalize.passes.base import STAGES, Pass
+from functionalize.passes.graph_modules import on_graph_module
 from functionalize.program.program import Program
-from passes.base import STAGES, Pass
-from passes.graph_modules import on_graph_module
 
 aten = torch.ops.aten
 

@@ -41,14 +41,14 @@ from functionalize.analysis.aliases import is_view
 from functionalize.errors import PassError
 from functionalize.ir.ops import geometry_of
 from functionalize.ir.phases import FORWARD
+from functionalize.passes.base import Pass
+from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.metadata import origin_meta, set_value
+from functionalize.passes.rewiring import Rewiring
 from functionalize.planning.decide.budget import within
 from functionalize.planning.decide.saved import ForwardRegion, SavedStorage, forwards, saved_values
 from functionalize.planning.timeline.liveness import Liveness, Storage
 from functionalize.program.program import Program
-from passes.base import Pass
-from passes.graph_modules import on_graph_module
-from passes.metadata import origin_meta, set_value
-from passes.rewiring import Rewiring
 
 aten = torch.ops.aten
 _MB = 1 << 20

@@ -22,9 +22,9 @@ from torch import fx
 
 from functionalize.analysis.aliases import is_view, written_nodes
 from functionalize.ir.waits import WAIT
+from functionalize.passes.patterns import Gather, Reduce, gathers, is_collective, reduces
 from functionalize.planning.decide.ordering import Constraints, Schedule, Scratch
 from functionalize.planning.timeline.liveness import Liveness, held_before
-from passes.patterns import Gather, Reduce, gathers, is_collective, reduces
 
 
 def overlapped(start: Schedule, order: Constraints, live: Liveness, limit: int) -> list[int]:

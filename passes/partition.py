@@ -32,9 +32,9 @@ from functionalize.analysis.dead_code import is_impure
 from functionalize.errors import PassError
 from functionalize.ir.phases import FORWARD, in_backward, phase_of
 from functionalize.ir.waits import WAIT
+from functionalize.passes.base import FUNCTIONAL, PARTITIONED, Pass
+from functionalize.passes.recompute_views import recompute
 from functionalize.program.program import Program
-from passes.base import FUNCTIONAL, PARTITIONED, Pass
-from passes.recompute_views import recompute
 
 TAG, EARLY, LATE = "partitioner_tag", "is_forward", "is_backward"
 

@@ -30,11 +30,11 @@ from functionalize.errors import PassError
 from functionalize.ir.inputs import Argument
 from functionalize.ir.ops import Geometry, geometry_of
 from functionalize.ir.outputs import Constant, Result
+from functionalize.passes.base import FUNCTIONAL, PARTITIONED
+from functionalize.passes.partition import EARLY, TAG, Partition
+from functionalize.passes.runner import run
 from functionalize.program.program import Program
 from functionalize.util.text import counted
-from passes.base import FUNCTIONAL, PARTITIONED
-from passes.partition import EARLY, TAG, Partition
-from passes.runner import run
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from torch import fx
 from functionalize.analysis.aliases import is_view
 from functionalize.ir.ops import geometry_of
 from functionalize.ir.phases import in_backward
-from passes.patterns import Gather, gathers
+from functionalize.passes.patterns import Gather, gathers
 
 aten = torch.ops.aten
 

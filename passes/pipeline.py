@@ -22,25 +22,25 @@ from dataclasses import fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from functionalize.errors import PassError
-from passes.base import Pass, option_text
-from passes.bucket_gathers import BucketGathers
-from passes.bucket_reduces import BucketReduces
-from passes.drop_dead_code import DropDeadCode
-from passes.elide_copies import ElideCopies
-from passes.fold_views import FoldViews
-from passes.merge_duplicates import MergeDuplicates
-from passes.narrow_masks import NarrowMasks
-from passes.offload import Offload
-from passes.order import Order
-from passes.partition import Partition
-from passes.prefetch import Prefetch
-from passes.recompute_views import RecomputeViews
-from passes.reinplace import Reinplace
-from passes.remat import Remat
-from passes.remove_noops import RemoveNoops
-from passes.reshard import Reshard
-from passes.schedule_memory import ScheduleMemory
-from passes.verify import Verify
+from functionalize.passes.base import Pass, option_text
+from functionalize.passes.bucket_gathers import BucketGathers
+from functionalize.passes.bucket_reduces import BucketReduces
+from functionalize.passes.drop_dead_code import DropDeadCode
+from functionalize.passes.elide_copies import ElideCopies
+from functionalize.passes.fold_views import FoldViews
+from functionalize.passes.merge_duplicates import MergeDuplicates
+from functionalize.passes.narrow_masks import NarrowMasks
+from functionalize.passes.offload import Offload
+from functionalize.passes.order import Order
+from functionalize.passes.partition import Partition
+from functionalize.passes.prefetch import Prefetch
+from functionalize.passes.recompute_views import RecomputeViews
+from functionalize.passes.reinplace import Reinplace
+from functionalize.passes.remat import Remat
+from functionalize.passes.remove_noops import RemoveNoops
+from functionalize.passes.reshard import Reshard
+from functionalize.passes.schedule_memory import ScheduleMemory
+from functionalize.passes.verify import Verify
 
 PASSES: Mapping[str, type[Pass]] = types.MappingProxyType(
     {

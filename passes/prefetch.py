@@ -36,11 +36,11 @@ from torch import fx
 
 from functionalize.errors import PassError
 from functionalize.ir.waits import WAIT, sink_waits
+from functionalize.passes.base import Pass
+from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.patterns import Gather, Reduce, gathers, is_collective, reduces
 from functionalize.planning.timeline.liveness import Liveness, held_before
 from functionalize.program.program import Program
-from passes.base import Pass
-from passes.graph_modules import on_graph_module
-from passes.patterns import Gather, Reduce, gathers, is_collective, reduces
 
 _MB = 2**20
 _BOUNDS = (None, 8, 4, 2, 1)

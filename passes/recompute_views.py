@@ -38,9 +38,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from functionalize.analysis.aliases import Aliases, is_view, results, written_nodes
 from functionalize.errors import PassError
+from functionalize.passes.base import Pass
+from functionalize.passes.graph_modules import program_of
 from functionalize.program.program import Program
-from passes.base import Pass
-from passes.graph_modules import program_of
 
 Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 

@@ -42,10 +42,10 @@ from functionalize.analysis.inplace_forms import Write, fits, form_of, parts_of,
 from functionalize.ir.commit import commit
 from functionalize.ir.epilogue import Copy, Set
 from functionalize.ir.ops import geometry_of
+from functionalize.passes.base import FUNCTIONAL, INPLACE, Pass
+from functionalize.passes.metadata import origin_meta, set_value
 from functionalize.program.program import Program
 from functionalize.program.prune_unused import drop_unused_results
-from passes.base import FUNCTIONAL, INPLACE, Pass
-from passes.metadata import origin_meta, set_value
 
 aten = torch.ops.aten
 

@@ -38,15 +38,15 @@ from torch import fx
 from functionalize._compat.autograd import RECOMPUTE
 from functionalize.analysis.dead_code import drop_dead_code
 from functionalize.errors import PassError
+from functionalize.passes.base import Pass
+from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.metadata import set_value
+from functionalize.passes.rewiring import Rewiring
 from functionalize.planning.decide.budget import within
 from functionalize.planning.decide.recompute import PlannedNode, Recomputation, RecomputeTrial
 from functionalize.planning.decide.saved import SavedStorage
 from functionalize.planning.machines.presets import machine_named
 from functionalize.program.program import Program
-from passes.base import Pass
-from passes.graph_modules import on_graph_module
-from passes.metadata import set_value
-from passes.rewiring import Rewiring
 
 _SELECTS = ("all", "layer", "budget")
 _MB = 1 << 20

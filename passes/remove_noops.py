@@ -30,11 +30,11 @@ import torch
 from torch import Tensor, fx
 
 from functionalize.ir.ops import geometry_of
+from functionalize.passes.base import Pass
+from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.metadata import set_value
+from functionalize.passes.views import erase_unused, is_plain, same_above
 from functionalize.program.program import Program
-from passes.base import Pass
-from passes.graph_modules import on_graph_module
-from passes.metadata import set_value
-from passes.views import erase_unused, is_plain, same_above
 
 aten = torch.ops.aten
 _CLONE = aten.clone.default

@@ -39,19 +39,19 @@ from torch import fx
 
 from functionalize.analysis.aliases import is_view
 from functionalize.errors import PassError
+from functionalize.passes.base import INPLACE, Pass
+from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.metadata import origin_meta, revalue, set_value
+from functionalize.passes.overlap import scratch_in
+from functionalize.passes.patterns import Gather
+from functionalize.passes.periods import Gap, Period, chain_of, gaps_of, nodes_of, split_node
+from functionalize.passes.reinplace import Reinplace
+from functionalize.passes.schedule_memory import ScheduleMemory
 from functionalize.planning.machines.presets import machine_named
 from functionalize.planning.time.costs import seconds
 from functionalize.planning.timeline.liveness import Liveness, Storage
 from functionalize.program.program import Program
 from functionalize.tape.queries import AUTOGRAD
-from passes.base import INPLACE, Pass
-from passes.graph_modules import on_graph_module
-from passes.metadata import origin_meta, revalue, set_value
-from passes.overlap import scratch_in
-from passes.patterns import Gather
-from passes.periods import Gap, Period, chain_of, gaps_of, nodes_of, split_node
-from passes.reinplace import Reinplace
-from passes.schedule_memory import ScheduleMemory
 
 _MB = 2**20
 _KEEP = ("all", "none", "budget")

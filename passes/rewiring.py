@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from functionalize._compat.graphs import pytree
 from functionalize.analysis.aliases import storage_key
-from passes.metadata import set_value
+from functionalize.passes.metadata import set_value
 
 
 class Rewiring:

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from functionalize.errors import InvariantError, PassError, VerifyError
+from functionalize.passes.base import Pass
+from functionalize.passes.pipeline import parse
+from functionalize.passes.verify import check
 from functionalize.program.collective_order import Texts, sequences
 from functionalize.program.program import Program
 from functionalize.util.gc_pause import only_young_collections
-from passes.base import Pass
-from passes.pipeline import parse
-from passes.verify import check
 
 
 def run(program: Program, passes: Iterable[Pass] | str) -> Program:

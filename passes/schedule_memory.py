@@ -31,13 +31,13 @@ from typing import ClassVar
 from torch import fx
 
 from functionalize.ir.commit import is_commit
+from functionalize.passes.base import FUNCTIONAL, INPLACE, Pass
+from functionalize.passes.constraints import is_effect, is_wait, kind_of, memory_chains, reorder
+from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.overlap import overlapped, scratch_in
 from functionalize.planning.decide.ordering import Constraints, Schedule, Uses
 from functionalize.planning.timeline.liveness import Liveness
 from functionalize.program.program import Program
-from passes.base import FUNCTIONAL, INPLACE, Pass
-from passes.constraints import is_effect, is_wait, kind_of, memory_chains, reorder
-from passes.graph_modules import on_graph_module
-from passes.overlap import overlapped, scratch_in
 
 _WORTH = 1 / 256
 

@@ -43,11 +43,11 @@ from functionalize.ir.commit import is_commit
 from functionalize.ir.epilogue import Copy, Resize, Set
 from functionalize.ir.ops import Geometry, geometry_of
 from functionalize.ir.outputs import Result
+from functionalize.passes.base import INPLACE, STAGES, Pass
+from functionalize.passes.graph_modules import program_of
 from functionalize.program.collective_order import groups_of
 from functionalize.program.printer import window_text
 from functionalize.program.program import Program
-from passes.base import INPLACE, STAGES, Pass
-from passes.graph_modules import program_of
 
 Finding = tuple[fx.Node | None, str]  # (the node concerned, or None if there is none; the message)
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from functionalize.analysis.aliases import is_view
 from functionalize.analysis.dead_code import is_impure
 from functionalize.ir.ops import geometry_of
-from passes.metadata import UNSAFE_VIEW
+from functionalize.passes.metadata import UNSAFE_VIEW
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
 

@@ -286,7 +286,7 @@ def _passes(
     found: Recorded, pipeline: str, say: Callable[[str], None]
 ) -> Iterator[tuple[Recorded, Mapping[str, Any]]]:
     """Yield, after each pass, the recorded step and the row of the report."""
-    import passes
+    from functionalize import passes
 
     for each in passes.parse(pipeline):
         say(f"running {each}")

@@ -67,7 +67,7 @@ class Recorded:
         """The recorded step after the passes of a pipeline."""
         if not pipeline or self.made is None:
             return self
-        import passes  # lazy: the package `passes` imports this one
+        from functionalize import passes  # lazy: the package `passes` imports this one
 
         say(f"running {pipeline}")
         return replace(self, made=passes.run(self.program, pipeline))

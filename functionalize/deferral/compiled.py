@@ -68,7 +68,7 @@ class Compiled:
         program = builder.program(roles, epilogue, (aliases,), None, out_spec, boxed)
         program.notes = None
         if pipeline:
-            import passes  # here, as `passes` imports `functionalize`
+            from functionalize import passes  # here, as `passes` imports `functionalize`
 
             program = passes.run(program, pipeline)
         return Compiled(program, externals, tuple(homes))

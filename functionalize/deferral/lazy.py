@@ -153,7 +153,7 @@ def lazy(
             f"max_programs and max_bytes are at least 1, not {max_programs}, {max_bytes}"
         )
     if isinstance(passes, str):
-        import passes as package  # here, as `passes` imports `functionalize`
+        from functionalize import passes as package  # here, as `passes` imports `functionalize`
 
         return Lazy(package.parse(passes), enabled, max_bytes, max_programs)
     return Lazy(tuple(passes), enabled, max_bytes, max_programs)

@@ -119,7 +119,7 @@ def _partition(partition_fn: Callable[..., Any] | None) -> Callable[..., Any]:
     torch's own partitioners do not treat a resize as a side effect and would repeat those of forward in backward.
     """
     if partition_fn is None:
-        from passes.recompute_views import partitioner
+        from functionalize.passes.recompute_views import partitioner
 
         return partitioner("default")
 

@@ -122,7 +122,7 @@ class CaptureOptions:
         for each in self.passes:
             if getattr(each, "budget_mb", None) is not None:
                 return f"`{each}` bounds the memory of each program"
-            if not type(each).__module__.startswith("passes."):
+            if not type(each).__module__.startswith("functionalize.passes."):
                 return f"`{each}` may decide by sizes"
         return None
 
@@ -142,7 +142,7 @@ class CaptureOptions:
     def applied(self, program: Program) -> Program:
         """The program, or a copy of it after the passes, ready to run."""
         if self.passes:
-            import passes  # here, as `passes` imports `functionalize`
+            from functionalize import passes  # here, as `passes` imports `functionalize`
 
             program = passes.run(program, self.passes)
         elif self.compares:
@@ -154,7 +154,7 @@ class CaptureOptions:
 
 
 def _parsed(pipeline: Sequence[Any] | str) -> tuple[Any, ...]:
-    import passes
+    from functionalize import passes
 
     if isinstance(pipeline, str):
         return passes.parse(pipeline)

@@ -69,7 +69,7 @@ def _error(point: Point, accepted: AcceptedKeys) -> FunctionalizeError | None:
 def check_pipeline(pipeline: Any) -> None:
     """Raises `PassError` for the text of a pipeline that cannot be read, or that would change nothing in a plan."""
     if isinstance(pipeline, str):
-        from passes.pipeline import parse  # here, as `passes` imports `functionalize`
+        from functionalize.passes.pipeline import parse  # here, as `passes` imports `functionalize`
 
         if any(each.name == "offload" for each in parse(pipeline)):
             raise PassError(

@@ -234,7 +234,7 @@ class Planner:
             memory = memory_of(program, recorded, machine, members_of(program), conf)
             return self._plan(point, now, start, [], memory)
         if point.get("passes"):
-            import passes  # here, as `passes` imports `functionalize`
+            from functionalize import passes  # here, as `passes` imports `functionalize`
 
             program = passes.run(program, point["passes"])
         items = items_of(made, now.built, now.world.size)

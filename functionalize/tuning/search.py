@@ -293,7 +293,7 @@ class Search:
 
 def after_passes(plan: Plan, pipeline: str) -> Plan:
     """A plan with its program after other passes, not recorded again; in the world of the plan."""
-    import passes  # here, as `passes` imports `functionalize`
+    from functionalize import passes  # here, as `passes` imports `functionalize`
 
     before = plan.figures
     assert before is not None

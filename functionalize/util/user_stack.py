@@ -21,7 +21,7 @@ from functionalize.errors import FunctionalizeError
 
 _ROOT = Path(__file__).resolve().parents[2]
 _OPTIMIZERS = str(Path(torch.__file__).parent / "optim") + os.sep
-_FOLDERS = (Path(torch.__file__).parent, _ROOT / "functionalize", _ROOT / "passes")
+_FOLDERS = (Path(torch.__file__).parent, _ROOT / "functionalize")
 _INTERNAL = (
     *(f"{folder}{os.sep}" for folder in _FOLDERS),
     "<frozen",

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import functionalize as fz
-import passes
+from functionalize import passes
 from functionalize.errors import InvariantError, PassError, UncapturableError
+from functionalize.passes import Pass
 from functionalize.program.program import Program
 from functionalize.step import vote as agreement
-from passes import Pass
 from tests.fsdp.pair import Pair
 from tests.fsdp.sharded import build_mlp
 from tests.fsdp.steps import pairs

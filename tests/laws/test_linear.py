@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
-import passes
+from functionalize import passes
 from tests.laws.counting import SLACK, calls
 from tests.ranks import run_on_ranks
 from tests.steps import make_step

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import functionalize as fz
-import passes
+from functionalize import passes
 from functionalize.program.program import Program
 from tests.discharge.eager import same_as_eager
 from tests.laws.counting import SLACK, calls

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functionalize as fz
-import passes
+from functionalize import passes
 from functionalize.errors import OverlappingMutationError
 from tests.laws.outcomes import outcome, times
 from tests.laws.programs import Example, examples

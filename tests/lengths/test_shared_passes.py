@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import functionalize as fz
-import passes
+from functionalize import passes
+from functionalize.passes.base import Pass
 from functionalize.planning.timeline.liveness import Liveness
 from functionalize.program.known_inputs import KnownInputs
 from functionalize.step import predicted_step
 from functionalize.templates.leaves import leaves_of
-from passes.base import Pass
 from tests.lengths.sized_calls import block, plain_loss, trained
 from tests.lengths.ways import LEARNED, NEVER, calls, compared
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 
 import functionalize as fz
-import passes
-from passes.patterns import collectives
+from functionalize import passes
+from functionalize.passes.patterns import collectives
 from tests.fsdp.features import FEATURES
 from tests.fsdp.twins import compare_twins
 from tests.passes.helpers import count, seen

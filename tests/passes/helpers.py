@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 import functionalize as fz
-import passes
+from functionalize import passes
 from functionalize.program.printer import node_text
 
 aten = torch.ops.aten

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import passes
-from passes import BucketGathers
+from functionalize import passes
+from functionalize.passes import BucketGathers
 from tests.fsdp.features import FEATURES
 from tests.passes.chains import aten, feature, functional, orders, traced, unshard
 from tests.passes.helpers import graph_text

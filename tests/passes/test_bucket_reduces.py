@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import passes
-from passes import BucketReduces
-from passes.patterns import collectives
+from functionalize import passes
+from functionalize.passes import BucketReduces
+from functionalize.passes.patterns import collectives
 from tests.fsdp.features import FEATURES
 from tests.passes.chains import (
     all_reduced,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 import functionalize as fz
-import passes
 from examples.compare import assert_bitwise_equal, run_eager, run_trace
 from examples.programs import PROGRAMS
+from functionalize import passes
 from functionalize.errors import PassError
-from passes.base import INPLACE
+from functionalize.passes.base import INPLACE
 
 
 def traced(fn, *args):

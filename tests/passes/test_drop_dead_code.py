@@ -7,9 +7,9 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import functionalize as fz
-import passes
 from examples.resize_program import values
-from passes import DropDeadCode
+from functionalize import passes
+from functionalize.passes import DropDeadCode
 from tests.passes.helpers import graph_text, seen
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional

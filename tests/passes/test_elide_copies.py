@@ -8,10 +8,10 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import functionalize as fz
-import passes
 from examples.programs import by_name
 from examples.resize_program import R, values, z
-from passes import ElideCopies
+from functionalize import passes
+from functionalize.passes import ElideCopies
 from tests.passes.helpers import graph_text, rewrite
 
 aten = torch.ops.aten

@@ -13,11 +13,11 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import functionalize as fz
-import passes
 from examples.resize_program import values
+from functionalize import passes
 from functionalize.ir.ops import geometry_of
-from passes import FoldViews
-from passes.fold_views import step_between
+from functionalize.passes import FoldViews
+from functionalize.passes.fold_views import step_between
 from tests.passes.helpers import built, graph_text, rewrite
 
 aten = torch.ops.aten

@@ -11,13 +11,13 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import functionalize as fz
-import passes
 from examples.resize_program import values
+from functionalize import passes
 from functionalize._compat.fakes import FakeTensor
 from functionalize.errors import InvariantError, PassError
+from functionalize.passes import ElideCopies, Pass, Verify
+from functionalize.passes.metadata import set_value
 from functionalize.program.program import Program
-from passes import ElideCopies, Pass, Verify
-from passes.metadata import set_value
 
 aten = torch.ops.aten
 

@@ -12,11 +12,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
-import passes
 from examples.resize_program import values
+from functionalize import passes
+from functionalize.passes import DropDeadCode, MergeDuplicates
+from functionalize.passes.merge_duplicates import Numbers
 from functionalize.planning.timeline.liveness import Liveness
-from passes import DropDeadCode, MergeDuplicates
-from passes.merge_duplicates import Numbers
 from tests.passes.helpers import count, graph_text, rewrite
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional

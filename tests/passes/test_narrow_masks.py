@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 
 import functionalize as fz
-import passes
-from passes import NarrowMasks
-from passes.narrow_masks import _PARTS
+from functionalize import passes
+from functionalize.passes import NarrowMasks
+from functionalize.passes.narrow_masks import _PARTS
 from tests.passes.helpers import graph_text, rewrite
 from tests.steps import make_step
 

@@ -11,14 +11,14 @@ from expecttest import assert_expected_inline
 from torch import Tensor, fx
 
 import functionalize as fz
-import passes
+from functionalize import passes
 from functionalize._compat.fakes import FakeTensorMode
 from functionalize.errors import PassError
+from functionalize.passes import Offload
+from functionalize.passes.metadata import set_value
+from functionalize.passes.offload import Journeys, send
 from functionalize.planning.decide.saved import forwards, saved_values
 from functionalize.planning.timeline.liveness import Liveness
-from passes import Offload
-from passes.metadata import set_value
-from passes.offload import Journeys, send
 from tests.passes.helpers import count, seen
 
 aten = torch.ops.aten

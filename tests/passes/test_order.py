@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functionalize as fz
-import passes
+from functionalize import passes
 from functionalize._compat.distributed import fake_process_group
 from functionalize.errors import PassError
 from functionalize.ir.phases import in_backward
+from functionalize.passes import Order
+from functionalize.passes.patterns import WAIT, is_collective
 from functionalize.program.collective_order import sequences
-from passes import Order
-from passes.patterns import WAIT, is_collective
 from tests.passes import experts
 from tests.passes.helpers import count
 from tests.ranks import run_on_ranks

@@ -7,11 +7,11 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from functionalize.ir.waits import WAIT
+from functionalize.passes.metadata import set_value
+from functionalize.passes.overlap import overlapped
+from functionalize.passes.patterns import is_collective
 from functionalize.planning.decide.ordering import Constraints, Schedule, Uses
 from functionalize.planning.timeline.liveness import Liveness
-from passes.metadata import set_value
-from passes.overlap import overlapped
-from passes.patterns import is_collective
 from tests.passes.layers import traced_step
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import functionalize as fz
-import passes
 from examples.resize_program import values
+from functionalize import passes
 from functionalize.errors import PassError
 from functionalize.ir.guards import ValueGuard
 from functionalize.ir.inputs import Captured
 from functionalize.ir.outputs import Constant
 from functionalize.ir.phases import FORWARD, phase_of
-from passes import Partitioned
+from functionalize.passes import Partitioned
 from tests.fsdp import models, steps
 from tests.fsdp.twins import compare_twins
 from tests.graphs import graph_text

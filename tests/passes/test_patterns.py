@@ -9,7 +9,7 @@ from torch import fx
 
 import functionalize as fz
 from functionalize.ir.barrier import BARRIER
-from passes import patterns
+from functionalize.passes import patterns
 from tests.fsdp.features import FEATURES
 from tests.fsdp.twins import run
 from tests.passes.chains import all_reduced, aten, functional, orders, reduce, unshard

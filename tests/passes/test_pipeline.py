@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import pytest
 
-import passes
+from functionalize import passes
 from functionalize.errors import PassError
-from passes import (
+from functionalize.passes import (
     DropDeadCode,
     ElideCopies,
     FoldViews,

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import functionalize as fz
-import passes
+from functionalize import passes
 from functionalize.errors import PassError
+from functionalize.passes import Prefetch
+from functionalize.passes.patterns import WAIT, is_collective
 from functionalize.program.collective_order import sequences
-from passes import Prefetch
-from passes.patterns import WAIT, is_collective
 from tests.passes.chains import aten, feature, functional, reduce, unshard
 from tests.passes.helpers import count
 from tests.passes.layers import MB, peak, traced_step

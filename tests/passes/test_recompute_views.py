@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import functionalize as fz
-import passes
 from examples.resize_program import R, leaf, refill_parameter, values, z
+from functionalize import passes
 from functionalize.errors import PassError
-from passes import RecomputeViews, partition, partitioner
+from functionalize.passes import RecomputeViews, partition, partitioner
 from tests.passes.helpers import count, graph_text
 
 BASES = ("min_cut", "default")
@@ -370,7 +370,7 @@ def test_returned_view_of_what_was_written_comes_after_the_write(base):
 def test_passes_import_torchs_partitioners_when_one_is_used() -> None:
     code = """
         import sys
-        import passes
+        from functionalize import passes
         assert "torch._functorch.partitioners" not in sys.modules
         passes.partitioner()
         assert "torch._functorch.partitioners" in sys.modules

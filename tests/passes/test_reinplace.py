@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import functionalize as fz
-import passes
+from functionalize import passes
 from functionalize.errors import GuardError, PassError
 from functionalize.ir.commit import is_commit
 from functionalize.ir.epilogue import Copy
+from functionalize.passes.reinplace import InplacePlan, Reinplace
 from functionalize.util.structure import flatten
-from passes.reinplace import InplacePlan, Reinplace
 from tests.faults import Tripwire, fault_of, raising
 from tests.fsdp import steps
 from tests.fsdp.features import FEATURES, GROUPS

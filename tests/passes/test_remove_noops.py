@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import functionalize as fz
-import passes
 from examples.resize_program import values
-from passes import RemoveNoops
+from functionalize import passes
+from functionalize.passes import RemoveNoops
 from tests.passes.helpers import built, graph_text, rewrite
 
 aten = torch.ops.aten

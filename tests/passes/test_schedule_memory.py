@@ -11,12 +11,12 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
 import functionalize as fz
-import passes
+from functionalize import passes
 from functionalize.ir.commit import commit, is_commit
+from functionalize.passes import ScheduleMemory
+from functionalize.passes.metadata import set_value
 from functionalize.planning.decide.ordering import Constraints, Schedule, Uses
 from functionalize.planning.timeline.liveness import Liveness
-from passes import ScheduleMemory
-from passes.metadata import set_value
 from tests.laws.counting import SLACK, calls
 from tests.passes.chains import feature, reduce, traced, unshard
 from tests.passes.helpers import rewrite

@@ -12,9 +12,9 @@ from expecttest import assert_expected_inline
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import functionalize as fz
-import passes
 from examples.programs import PROGRAMS
 from examples.resize_program import R, values, z
+from functionalize import passes
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import VerifyError
 from functionalize.ir.commit import commit
@@ -22,7 +22,7 @@ from functionalize.ir.epilogue import Copy, Resize, Set
 from functionalize.ir.guards import TensorGuard, ValueGuard
 from functionalize.ir.ops import contiguous_geometry
 from functionalize.ir.outputs import Result
-from passes.verify import check
+from functionalize.passes.verify import check
 
 aten = torch.ops.aten
 FUNCTIONAL = torch.ops._c10d_functional

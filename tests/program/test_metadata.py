@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
-import passes
+from functionalize import passes
 from functionalize._compat.autograd import SEES_FUNCTIONS
 from functionalize._compat.distributed import fake_process_group
 from functionalize.ir.commit import is_commit

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 import functionalize as fz
-import passes
+from functionalize import passes
 from functionalize.errors import FunctionalizeError, UncapturableError
 from functionalize.ir.generators import GET_STATE, SEED, SET_STATE
 

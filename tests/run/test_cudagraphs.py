@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import functionalize as fz
-import passes
 from benchmarks.step_time import Subject
+from functionalize import passes
 from functionalize.errors import CompileError, GuardError
 from functionalize.ir.generators import GET_STATE, SEED
 from functionalize.run.cudagraphs import Device, Recordings, cudagraphs

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import functionalize as fz
-import passes
+from functionalize import passes
 from functionalize.analysis.aliases import is_view
 from functionalize.run.regions import canonical, regions_of
 from functionalize.run.undone import undone

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adagrad, Adam, Adamax, AdamW, NAdam, RMSprop, lr_scheduler
 
 import functionalize as fz
-import passes
+from functionalize import passes
 from functionalize.errors import GuardError
 from functionalize.ir.scalars import expression_text
 from functionalize.recorder.recorder import Recorder

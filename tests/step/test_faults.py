@@ -281,7 +281,7 @@ def test_memory_runs_out_where_the_epilogue_grows_storages(monkeypatch: pytest.M
 
 
 def break_passes(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    import passes
+    from functionalize import passes
 
     def run(program: Any, pipeline: Any) -> Any:
         raise error

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import functionalize as fz
 from functionalize.errors import PassError
+from functionalize.passes import Pass
 from functionalize.program.program import Program
 from functionalize.step.cache import Kinds
 from functionalize.step.vote import RankVote
-from passes import Pass
 from tests.step.twins import batch, same_state, twins
 from tests.steps import make_step
 

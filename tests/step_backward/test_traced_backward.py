@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import functionalize as fz
-import passes
+from functionalize import passes
 from functionalize.errors import GuardError, UncapturableError
 from tests.step_backward.runs import model
 

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
-import passes
+from functionalize import passes
 from functionalize._compat.distributed import fake_process_group
 from tests.steps import make_loss_step, program_of
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import functionalize as fz
-import passes
+from functionalize import passes
 from functionalize._compat.autograd import engine_entry, graph_task, will_execute
 from functionalize.recorder.recorder import Recorder
 from tests.steps import make_loss_step

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
-import passes
+from functionalize import passes
 from functionalize._compat.distributed import fake_process_group
 from functionalize.errors import UnsupportedOpError
 from functionalize.planning.time.communication import communication

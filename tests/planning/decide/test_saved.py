@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import functionalize as fz
+from functionalize.passes import Remat, run
 from functionalize.planning.decide.budget import within
 from functionalize.planning.decide.layers import Layers
 from functionalize.planning.decide.recompute import Recomputation
@@ -15,7 +16,6 @@ from functionalize.planning.decide.saved import forwards, saved_values
 from functionalize.planning.machines.presets import MACHINES
 from functionalize.planning.time.costs import seconds
 from functionalize.planning.timeline.liveness import Liveness
-from passes import Remat, run
 from tests.laws.counting import SLACK, calls
 
 CPU = MACHINES["cpu"]

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
-import passes
 from benchmarks.capture import Transformer
+from functionalize import passes
 from functionalize._compat.distributed import fake_process_group
 from functionalize.errors import MemoryReportError, PlannedOutOfMemoryError
 from functionalize.planning.allocator.alloc_conf import Settings

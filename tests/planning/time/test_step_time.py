@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 import functionalize as fz
-import passes
+from functionalize import passes
 from functionalize.errors import PassError
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.waits import WAIT

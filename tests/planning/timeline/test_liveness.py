@@ -16,10 +16,10 @@ from torch.profiler import record_function
 
 import functionalize as fz
 from benchmarks.allocations import allocations, count_everything, counted
+from functionalize.passes.metadata import set_value
 from functionalize.planning.timeline.liveness import Liveness
 from functionalize.program.program import Program
 from functionalize.run.boxed import boxed
-from passes.metadata import set_value
 from tests.discharge.eager import one_thread
 from tests.ranks import run_on_ranks
 from tests.steps import make_step
