@@ -30,7 +30,7 @@ def test_a_module_passes_beside_the_script_hides_nothing(tmp_path: Path) -> None
         [sys.executable, "train.py"], cwd=tmp_path, env=env, capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.strip() == "2"
+    assert ran.stdout.strip() == "3"
 
 
 def test_in_a_checkout_the_name_of_the_folder_gives_the_same_modules() -> None:
