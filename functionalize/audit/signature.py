@@ -236,7 +236,7 @@ def leaf_of(leaf: Any, recorder: Recorder) -> Any:
         return [recorder.storages.ref(tensor) for tensor in plain_tensors(leaf)]
     expression = expression_of(leaf, recorder.scalar_log)
     if expression is not None:
-        return LiveNumber(expression, leaf.node.hint)
+        return leaf.node.carried()
     if type(leaf).__module__ == "numpy" and hasattr(leaf, "tobytes"):
         return (str(leaf.dtype), str(leaf.shape), leaf.tobytes())
     found = constant(leaf)

@@ -24,7 +24,7 @@ from functionalize._compat.fakes import FakeTensor
 from functionalize._compat.graphs import pytree
 from functionalize.calls.call_log import CallRecorder
 from functionalize.calls.late_numbers import is_late, late_value
-from functionalize.scalars.live_scalars import as_live, is_live
+from functionalize.scalars.live_scalars import as_live, is_live, left_behind
 from functionalize.scalars.live_text import Formatted, Template, taken
 from functionalize.util.text import with_article
 
@@ -148,14 +148,14 @@ class CallArguments:
                 leaves[-1] = TextLeaf(tuple(map(_part, template)))
                 values.append([_number(part) for part in template])
             elif is_live(leaf):
-                plain[-1] = leaf.node.hint
+                plain[-1] = left_behind(leaf)
                 if leaf.node.alive and leaf.node.log is not log:
                     return "a number that another recording reads"
                 if leaf.node.alive and is_late(leaf.node.expression):
                     leaves[-1] = LateLeaf(leaf.node.expression)
                     values.append(None)
                 else:
-                    values.append(leaf if leaf.node.alive else leaf.node.hint)
+                    values.append(leaf if leaf.node.alive else leaf.node.settle())
             elif type(leaf) in _CONSTANTS:
                 values.append(leaf)
             elif isinstance(leaf, Tensor):

@@ -31,7 +31,7 @@ from functionalize.calls.late_numbers import LateNumber
 from functionalize.ir.inputs import Call
 from functionalize.ir.scalars import NUMBER_DTYPES
 from functionalize.planning.timeline.timeline import Category
-from functionalize.scalars.live_scalars import as_live, is_live
+from functionalize.scalars.live_scalars import as_live, is_live, left_behind
 from functionalize.util.text import with_article
 
 _get = object.__getattribute__
@@ -195,7 +195,7 @@ def scheduler_patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any,
     def assign(self: LRScheduler, name: str, value: Any) -> None:
         for recording in active():
             _assign(recording, self, name, value)
-        object.__setattr__(self, name, _hint(value))
+        object.__setattr__(self, name, left_behind(value))
 
     yield LRScheduler, "__getattribute__", read
     yield LRScheduler, "__setattr__", assign
@@ -220,14 +220,10 @@ class SchedulerAssigned:
 SCHEDULING = (SchedulerStepped, SchedulerAssigned)
 
 
-def _hint(value: Any) -> Any:
-    return value.node.hint if is_live(value) else value
-
-
 def _assign(recording: CallRecorder, scheduler: LRScheduler, name: str, value: Any) -> None:
     """Note a number that the step assigns, or refuse. The first recording, without live numbers, is not kept."""
     effect, log = SchedulerAssigned(scheduler, name), recording.scalar_log
-    was, kind = vars_of(scheduler).get(name), type(_hint(value))
+    was, kind = vars_of(scheduler).get(name), type(left_behind(value))
     if (
         type(was) is not kind
         or kind not in NUMBER_DTYPES

@@ -218,11 +218,11 @@ class ObservedSizes(TorchFunctionMode):
 
     def _used(self, live: Any) -> Any:
         number: Number = live.node
-        if not number.alive or type(number.hint) is not int:
+        if not number.alive or number.kind is not int:
             return number.settle()
         if is_expression(number.expression) and not isinstance(number.expression, ScalarInput):
-            self._uses[number.expression] = number.hint
-        return number.hint
+            self._uses[number.expression] = number.left_behind()
+        return number.left_behind()
 
 
 @lru_cache(maxsize=4096)

@@ -40,9 +40,9 @@ from functionalize.recorder.op_kinds import OpKind, kind_of, storage_of
 from functionalize.recorder.patches import Watcher
 from functionalize.recorder.stand_ins import StandIns, restore_strides
 from functionalize.recorder.storage_table import RecordingObserver, StorageTable
-from functionalize.scalars.live_scalars import SYMBOLIC, as_live, plain
+from functionalize.scalars.live_scalars import SYMBOLIC, as_live, plain, settled
 from functionalize.scalars.live_text import learn_texts
-from functionalize.scalars.scalar_arguments import ScalarArguments, has_live
+from functionalize.scalars.scalar_arguments import ScalarArguments, has_live, live_arguments
 from functionalize.scalars.scalar_log import FOREIGN_NUMBER, FrozenScalar, ScalarLog
 from functionalize.tape.notes import TapeNotes
 from functionalize.util.tensor_wrappers import plain_tensors
@@ -245,10 +245,14 @@ class Recorder(Watcher):
         """Run an op on a DTensor with plain numbers; local ops are recorded with live ones: Note [Carried numbers]."""
         if not has_live([args, list(kwargs.values())]):
             return NotImplemented
-        names = [argument.name for argument in func._schema.arguments]
-        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        with self, scalars.carry(func._schema.name, arguments):
-            return func(*scalars.plain(args), **scalars.plain(kwargs))
+        schema = func._schema
+        given = {a.name: v for a, v in zip(schema.arguments, args, strict=False)} | dict(kwargs)
+        # Numbers on which a shape depends are constants.
+        carried = live_arguments(schema)
+        given = {k: v if k in carried else settled(v) for k, v in given.items()}
+        with self, scalars.carry(schema.name, given) as plain_ones:
+            names = [argument.name for argument in schema.arguments[: len(args)]]
+            return func(*[plain_ones[n] for n in names], **{k: plain_ones[k] for k in kwargs})
 
     def _take_numbers(self, record: OpRecord, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Put live numbers into the record, and return the arguments with their plain values."""
@@ -257,8 +261,7 @@ class Recorder(Watcher):
             if has_live([record.args, list(record.kwargs.values())]):
                 self.checks.note(FOREIGN_NUMBER)
             return args, kwargs  # other symbolic numbers: sizes of an enclosing tracer
-        self.scalar_arguments.put_into(record)
-        return self.scalar_arguments.plain(args), self.scalar_arguments.plain(kwargs)
+        return self.scalar_arguments.put_into(record, args, kwargs)
 
     # -- arguments and results ---------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from functionalize.scalars.live_scalars import left_behind
 from functionalize.scalars.scalar_log import ScalarLog
 
 
@@ -48,7 +49,7 @@ def _replace_by_plain(live: Sequence[Any]) -> None:
     """Put plain numbers in the places of live ones: in dicts, lists, cells and attributes, whoever holds them."""
     if not live:
         return
-    wanted = {id(number): number.node.hint for number in live}
+    wanted = {id(number): left_behind(number) for number in live}
     for holder in gc.get_referrers(*live):
         kind = type(holder)
         if kind is types.CellType:

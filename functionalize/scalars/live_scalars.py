@@ -123,10 +123,10 @@ class _LiveMethods:
         return bool(learned(operator.truth, self.node))
 
     def __float__(self) -> float:
-        return float(self.node.hint if is_formatted(self.node, float) else plain(self))
+        return float(self.node.shown(float) if is_formatted(self.node, float) else plain(self))
 
     def __int__(self) -> int:
-        return int(self.node.hint if is_formatted(self.node, int) else learned(int, self.node))
+        return int(self.node.shown(int) if is_formatted(self.node, int) else learned(int, self.node))
 
     def __repr__(self) -> str:
         return text_of(self.node, repr)
@@ -144,7 +144,7 @@ class _LiveMethods:
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return type(self.node.hint), (plain(self),)
+        return self.node.kind, (plain(self),)
 
     def __divmod__(self, other: Any) -> Any:
         if _operands(other) is None:
@@ -182,7 +182,7 @@ class _LiveMethods:
 
     @property
     def imag(self) -> Any:
-        return type(self.node.hint)(0)
+        return self.node.kind(0)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         """numpy asks for an array that holds the number: `np.array([number])`, `np.mean([number, 1])`."""
@@ -299,7 +299,7 @@ SYMBOLIC = frozenset({LiveFloat, LiveInt, torch.SymFloat, torch.SymInt})
 
 
 def _wrap(number: Number) -> Any:
-    live = (LiveFloat if type(number.hint) is float else LiveInt)(number)
+    live = (LiveFloat if number.kind is float else LiveInt)(number)
     number.log.made.append(weakref.ref(live))
     return live
 
@@ -333,13 +333,17 @@ def settled(arg: Any) -> Any:
     return plain(arg)
 
 
+def left_behind(value: Any) -> Any:
+    """The plain value of a live number, for a place of which something else keeps the expression; adds no fact."""
+    return value.node.left_behind() if is_live(value) else value
+
+
 def plain_tree(tree: Any) -> Any:
     """A result with live numbers replaced by plain ones, also those in objects. Adds no facts."""
     leaves, spec = structure.flatten(tree, result=True)
     if not any(map(is_live, leaves)):
         return tree
-    plain_leaves = [leaf.node.hint if is_live(leaf) else leaf for leaf in leaves]
-    return structure.unflatten(plain_leaves, spec)
+    return structure.unflatten(list(map(left_behind, leaves)), spec)
 
 
 def plain_keys(result: Any) -> None:

@@ -56,6 +56,11 @@ class Formatted:
         """The text of another number."""
         return format(self.function(number, *self.args), self.then)
 
+    @property
+    def recorded(self) -> str:
+        """The text of the number while the step was recorded."""
+        return str(self.number.shown(self.of))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
@@ -81,11 +86,11 @@ Template = tuple[str | Formatted, ...]
 def text_of(number: Number, function: Callable[..., str], *args: Any) -> str:
     """The text `function(number, *args)`: with a fact, unless a call that is repeated receives it."""
     if not number.alive:
-        return function(number.hint, *args)
+        return str(number.shown(function, *args))
     frame = _formatting(sys._getframe(2))
     if frame is None or not _is_pending(number, frame, function, args):
         return str(learned(function, number, *args))
-    return function(number.hint, *args)
+    return str(number.shown(function, *args))
 
 
 def is_formatted(number: Number, function: Callable[..., Any]) -> bool:
@@ -113,7 +118,7 @@ def _is_pending(
     if inside in inner.formats:
         function, args = inner.formats[inside].__mod__, ()
     try:
-        text = function(number.hint, *args)
+        text = number.shown(function, *args)
     except (TypeError, ValueError):  # more than one value is formatted
         return False
     piece = Formatted(number, function, args, inner.conversions.get(inside, ""), text)
@@ -218,7 +223,7 @@ def _template(text: Text, pieces: Mapping[int, list[_Pending]], value: Any) -> T
     end = 0
     for part, start in zip((p for p in parts if isinstance(p, Formatted)), places[0], strict=True):
         found += [value[end:start], part]
-        end = start + len(part.of(part.number.hint))
+        end = start + len(part.recorded)
     return (*found, value[end:])
 
 
@@ -234,7 +239,7 @@ def _places(parts: Sequence[Any], value: str) -> list[tuple[int, ...]]:
             ends = range(start, len(value) + 1)
             found = dict.fromkeys(way for end in ends for way in ways(at + 1, end))
             return tuple(found)[:_ENOUGH]
-        text = part if isinstance(part, str) else part.of(part.number.hint)
+        text = part if isinstance(part, str) else part.recorded
         if not value.startswith(text, start):
             return ()
         rest = ways(at + 1, start + len(text))

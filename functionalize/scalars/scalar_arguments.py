@@ -4,7 +4,8 @@
     x / tokens                  torch wraps the number in a tensor: the same
     torch.zeros(tokens)         a size is a constant of the program: a fact of the log, with a guard
 
-Invariant: kernels receive plain numbers; no shape depends on a `LiveNumber`.
+Invariant: a kernel receives the plain value of a number only if the record of its op holds the number, as a `LiveNumber`,
+or if the number is a fact; no shape depends on a `LiveNumber`.
 
 Note [Carried numbers]
 Two callers of ops accept plain numbers only. The fused optimizers convert `lr` to a C++ double. DTensor would keep a
@@ -33,6 +34,13 @@ _LIVE_ARGUMENT_TYPES = frozenset(
 _SIZED_BY_NUMBERS = ("aten::arange", "aten::range")
 
 
+def live_arguments(schema: Any) -> frozenset[str]:
+    """The names of the arguments that may be live, as no shape of a result depends on them."""
+    if schema.name.startswith(_SIZED_BY_NUMBERS):
+        return frozenset()
+    return frozenset(a.name for a in schema.arguments if str(a.type) in _LIVE_ARGUMENT_TYPES)
+
+
 class ScalarArguments:
     """The live numbers of one recording as arguments of ops. carrying: see Note [Carried numbers]."""
 
@@ -42,70 +50,74 @@ class ScalarArguments:
         self.log = log
         self.carrying: _Carried | None = None
 
-    def put_into(self, record: OpRecord) -> None:
-        """Replace live numbers in a record: by `LiveNumber`s if no shape depends on the argument, else by constants."""
+    def put_into(self, record: OpRecord, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Put the live numbers among an op's arguments into its record; returns the arguments for the kernel.
+
+        A number is a `LiveNumber` of the record if no shape depends on the argument, else a constant.
+        """
         schema = record.target._schema
+        live = live_arguments(schema)
+        names = [argument.name for argument in schema.arguments]
         record.live = True
-        sized = schema.name.startswith(_SIZED_BY_NUMBERS)
-        args = list(record.args)
-        for at, argument in enumerate(schema.arguments):
-            live = not sized and str(argument.type) in _LIVE_ARGUMENT_TYPES
-            if at < len(args):
-                args[at] = self._recorded(args[at], live)
-            elif argument.name in record.kwargs:
-                record.kwargs[argument.name] = self._recorded(record.kwargs[argument.name], live)
-        record.args = tuple(args)
+        pairs = [
+            self._taken(arg, recorded, name in live)
+            for arg, recorded, name in zip(args, record.args, names, strict=False)
+        ]
+        taken = {k: self._taken(v, record.kwargs[k], k in live) for k, v in kwargs.items()}
+        record.args = tuple(recorded for recorded, _ in pairs)
+        record.kwargs = {k: recorded for k, (recorded, _) in taken.items()}
         if self.carrying is not None and self.carrying.op == schema.name:
             self.carrying.put_back(record)
+        return tuple(plain for _, plain in pairs), {k: plain for k, (_, plain) in taken.items()}
 
-    def _recorded(self, arg: Any, live: bool) -> Any:
-        if isinstance(arg, list):  # of hundreds of tensors, for a fused optimizer
-            return [a if type(a) is TensorRef else self._recorded(a, live) for a in arg]
+    def _taken(self, arg: Any, recorded: Any, live: bool) -> tuple[Any, Any]:
+        """(what the record holds for an argument, what the kernel receives). recorded: `arg` with references."""
+        if isinstance(arg, Tensor) or type(recorded) is TensorRef:
+            return recorded, arg
+        if isinstance(arg, (list, tuple)):
+            if not has_live(arg):  # hundreds of tensors, for a fused optimizer
+                return recorded, arg
+            pairs = [self._taken(a, r, live) for a, r in zip(arg, recorded, strict=True)]
+            return [r for r, _ in pairs], type(arg)([plain for _, plain in pairs])
         if not is_live(arg):
-            return arg
+            return recorded, arg
         number: Number = arg.node
-        if number.log is self.log:
-            if live and number.alive:
-                return LiveNumber(number.expression, number.hint)
-            return number.settle()
-        if number.log.yields:
-            return number.settle()
-        if number.alive:
+        if number.log is not self.log and number.alive and not number.log.yields:
             self.log.foreign()
-        return number.hint
-
-    def plain(self, arg: Any) -> Any:
-        """An argument for a kernel: numbers of this recording, and constants, become plain.
-
-        A live number of an enclosing recording stays live, because that recording will see the op, too.
-        """
-        kind = type(arg)
-        if kind in SYMBOLIC and is_live(arg):
-            log = arg.node.log
-            return arg.node.hint if log is self.log or log.yields or not log.active else arg
-        if kind is list or kind is tuple:
-            return kind([a if isinstance(a, Tensor) else self.plain(a) for a in arg])
-        if kind is dict:
-            return {k: self.plain(v) for k, v in arg.items()}
-        return arg
+            return number.left_behind(), arg  # this recording is not kept; the enclosing one sees the op, too
+        if live and number.log is self.log and number.alive:
+            carried = number.carried()
+            return carried, carried.hint
+        constant = number.settle()
+        return constant, constant
 
     @contextmanager
-    def carry(self, op: str, arguments: Mapping[str, Any]) -> Iterator[None]:
-        """A context that puts the live numbers among `arguments` back into records of `op`: Note [Carried numbers]."""
-        before, self.carrying = self.carrying, _Carried(op, arguments)
+    def carry(self, op: str, arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """A context that puts the live numbers among `arguments` back into records of `op`: Note [Carried numbers].
+
+        Yields the arguments with plain numbers. Numbers of other recordings stay as they are.
+        """
+        before, self.carrying = self.carrying, _Carried(self.log, op, arguments)
         try:
-            yield
-            self.carrying.settle_rest()
+            yield self.carrying.plain
         finally:
+            # Also after an exception: the step may catch it, and it depends on the numbers.
+            self.carrying.settle_rest()
             self.carrying = before
 
 
 class _Carried:
-    """The live numbers among the arguments of one call of `op`, by name."""
+    """The live numbers of a recording among the arguments of one call of `op`, by name.
 
-    def __init__(self, op: str, arguments: Mapping[str, Any]) -> None:
+    plain: all arguments, with plain values in the places of these numbers, all of which are put back or settled.
+    """
+
+    def __init__(self, log: ScalarLog, op: str, arguments: Mapping[str, Any]) -> None:
         self.op = op
-        self._arguments = {k: v for k, v in arguments.items() if has_live(v)}
+        taken = {k: _carried(v, log) for k, v in arguments.items() if has_live(v)}
+        self._arguments = {k: carried for k, (carried, _) in taken.items()}
+        self._live = {k: arguments[k] for k in taken}
+        self.plain = {k: taken[k][1] if k in taken else v for k, v in arguments.items()}
         self._restored: set[str] = set()
 
     def put_back(self, record: OpRecord) -> None:
@@ -128,16 +140,31 @@ class _Carried:
 
     def settle_rest(self) -> None:
         """Make constants of the numbers that were put back into no record."""
-        for name in self._arguments.keys() - self._restored:
-            settled(self._arguments[name])
+        for name in self._live.keys() - self._restored:
+            settled(self._live[name])
+
+
+def _carried(arg: Any, log: ScalarLog) -> tuple[Any, Any]:
+    """(`arg` with the live numbers of `log` as `LiveNumber`s, `arg` with their plain values)."""
+    if isinstance(arg, (list, tuple)):
+        pairs = [_carried(each, log) for each in arg]
+        return [carried for carried, _ in pairs], type(arg)([plain for _, plain in pairs])
+    if not is_live(arg):
+        return arg, arg
+    if arg.node.log is log and arg.node.alive:
+        carried = arg.node.carried()
+        return carried, carried.hint
+    if arg.node.alive and not arg.node.log.yields:
+        return arg, arg
+    constant = arg.node.settle()
+    return constant, constant
 
 
 def _restored(carried: Any, now: Any) -> Any:
     """`now` with its numbers replaced by the live ones of `carried`; None if the numbers differ."""
-    if is_live(carried):
-        number: Number = carried.node
-        same = type(now) is type(number.hint) and repr(now) == repr(number.hint)
-        return LiveNumber(number.expression, number.hint) if same and number.alive else None
+    if type(carried) is LiveNumber:
+        same = type(now) is type(carried.hint) and repr(now) == repr(carried.hint)
+        return carried if same else None
     if isinstance(carried, (list, tuple)):
         if not isinstance(now, (list, tuple)) or len(now) != len(carried):
             return None

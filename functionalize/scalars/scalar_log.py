@@ -7,6 +7,17 @@
 
 Invariant: every plain value that Python or C++ obtains from a live number is a fact of the log. After the recording has
 ended, its numbers are constants and no facts are added.
+
+Note [Exits of a number]
+The value of a `Number` is private to this file, so that nothing else can make a constant of it without a guard. Beside
+what is computed or learned from it, it leaves a number by four methods. Only `settle` gives it to the step.
+
+    settle()        to the step or to C++: a fact
+    carried()       to a kernel, as a part of the `LiveNumber` that the record of the op holds in that place
+    shown(f, *a)    to a text that goes into a repeated call, or becomes a fact: see live_text.py
+    left_behind()   to where Python has it after the recording, while an effect or an output keeps the expression
+
+`tests/scalars/test_number_exits.py` lists who may call the last three.
 Refusal: a number of one recording that is used in another recording, nested in it.
 """
 
@@ -22,7 +33,7 @@ from typing import Any
 from functionalize._compat.stacks import CapturedTraceback
 from functionalize.ir.inputs import Source
 from functionalize.ir.ops import OpRecord
-from functionalize.ir.scalars import Applied, Read, ScalarInput, is_expression
+from functionalize.ir.scalars import Applied, LiveNumber, Read, ScalarInput, is_expression
 from functionalize.util.number_uses import may_need_exact_number
 from functionalize.util.user_stack import is_internal
 
@@ -122,16 +133,17 @@ class ScalarLog:
 
 
 class Number:
-    """The node of a live number.
+    """The node of a live number: see Note [Exits of a number].
 
-    expression: evaluate the program computes it; for a constant, its value. hint: its value in this run.
+    expression: evaluate the program computes it; for a constant, its value. value: that of this run.
     Methods without an underscore and without a docstring are those of torch's `SymNode`, which C++ calls.
     """
 
-    __slots__ = ("expression", "hint", "log")
+    __slots__ = ("_hint", "expression", "kind", "log")
 
-    def __init__(self, expression: Any, hint: Any, log: ScalarLog) -> None:
-        self.expression, self.hint, self.log = expression, hint, log
+    def __init__(self, expression: Any, value: Any, log: ScalarLog) -> None:
+        self.expression, self.log = expression, log
+        self._hint, self.kind = value, type(value)
 
     @property
     def alive(self) -> bool:
@@ -141,17 +153,29 @@ class Number:
     def settle(self) -> Any:
         """The plain value, which is a constant of the program from now on: adds a fact."""
         if self.alive:
-            self.log.learn(self.expression, self.hint)
-        return self.hint
+            self.log.learn(self.expression, self._hint)
+        return self._hint
+
+    def carried(self) -> LiveNumber:
+        """The number as an argument of a recorded op, whose kernel receives its `hint`."""
+        return LiveNumber(self.expression, self._hint)
+
+    def shown(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(value, *args)`, which formats the value for a text that is a fact unless a call takes it."""
+        return function(self._hint, *args)
+
+    def left_behind(self) -> Any:
+        """The value, for a place that the step does not read again, while something else keeps the expression."""
+        return self._hint
 
     def is_int(self) -> bool:
-        return type(self.hint) is int
+        return self.kind is int
 
     def is_float(self) -> bool:
-        return type(self.hint) is float
+        return self.kind is float
 
     def is_bool(self) -> bool:
-        return type(self.hint) is bool
+        return self.kind is bool
 
     def is_nested_int(self) -> bool:
         return False
@@ -169,10 +193,10 @@ class Number:
         return True
 
     def constant_int(self) -> int | None:
-        return None if self.alive else int(self.hint)
+        return None if self.alive else int(self._hint)
 
     def constant_bool(self) -> bool | None:
-        return None if self.alive else bool(self.hint)
+        return None if self.alive else bool(self._hint)
 
     def maybe_as_int(self) -> int | None:
         return self.constant_int()
@@ -187,7 +211,7 @@ class Number:
         return bool(learned(operator.truth, self))
 
     def statically_known_true(self, file: str, line: int) -> bool:
-        return not self.alive and bool(self.hint)
+        return not self.alive and bool(self._hint)
 
     guard_size_oblivious = guard_or_false = guard_or_true = expect_true = guard_bool
 
@@ -227,7 +251,7 @@ def computed(function: Callable[..., Any], *operands: Any) -> Any:
     """
     operands = _of_one_log(operands)
     log = _log_of(operands)
-    hints = [o.hint if type(o) is Number else o for o in operands]
+    hints = [o._hint if type(o) is Number else o for o in operands]
     if log is None:
         return function(*hints)
     try:
@@ -254,7 +278,7 @@ def learned_at(
     """The same. traceback: where the step has obtained the value; None: here."""
     operands = _of_one_log(operands)
     log = _log_of(operands)
-    value = function(*[o.hint if type(o) is Number else o for o in operands])
+    value = function(*[o._hint if type(o) is Number else o for o in operands])
     if log is not None:
         log.learn(_applied(log, function, operands), value, traceback)
     return value
@@ -282,7 +306,7 @@ def _expression_in(log: ScalarLog, operand: Any) -> Any:
     if type(operand) is not Number:
         return operand
     if operand.log is log or not operand.alive:
-        return operand.expression if operand.alive else operand.hint
+        return operand.expression if operand.alive else operand._hint
     log.foreign()
     return operand.settle()
 

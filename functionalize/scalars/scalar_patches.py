@@ -237,8 +237,9 @@ def _batch_norm(recorders: Callable[[], list[Any]], original: Any) -> Any:
         scalars = next((each for each in found if each is not None), None)
         if scalars is None or not is_live(momentum):
             return original(*args, **kwargs)
-        with scalars.carry("aten::native_batch_norm", {"momentum": momentum}):
-            return original(*scalars.plain(args), **kwargs)
+        # Of its numbers momentum alone is not in the formula of the backward: `eps` is a constant, by `settled`.
+        with scalars.carry("aten::native_batch_norm", {"momentum": momentum}) as carried:
+            return original(*args[:6], carried["momentum"], *settled(args[7:]), **kwargs)
 
     batch_norm.__doc__ = original.__doc__
     return batch_norm
@@ -301,7 +302,7 @@ def _set_wrapped_number(tensor: torch.Tensor, number: Any) -> None:
     runs, and its setter writes the plain value of the number into the tensor.
     """
     if is_live(number):
-        hint = number.node.hint
+        hint = number.node.left_behind()  # the attribute keeps the expression
         # The tensor does not keep the user's own object alive, which would seem to outlive the step.
         number = (torch.SymFloat if type(hint) is float else torch.SymInt)(number.node)
         kind = ctypes.c_double if type(hint) is float else ctypes.c_int64
@@ -322,8 +323,8 @@ def _fused_optimizer(recorders: Callable[[], list[Any]], name: str, original: An
         scalars = next((each for each in found if each is not None), None)
         if scalars is None or not any(map(is_live, kwargs.values())):
             return original(*args, **kwargs)
-        with scalars.carry(f"aten::{name}", kwargs):
-            return original(*args, **scalars.plain(kwargs))
+        with scalars.carry(f"aten::{name}", kwargs) as carried:
+            return original(*args, **carried)
 
     fused.__doc__ = original.__doc__
     return fused

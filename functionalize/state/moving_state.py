@@ -39,7 +39,7 @@ from functionalize.calls.own_generators import is_own
 from functionalize.ir.scalars import Applied, ScalarInput, bottom_up, is_expression
 from functionalize.recorder.recorder import Recorder
 from functionalize.scalars.float_calls import Scope, float_scopes, live_floats
-from functionalize.scalars.live_scalars import as_live, expression_of, is_live
+from functionalize.scalars.live_scalars import as_live, expression_of, is_live, left_behind
 from functionalize.state.arguments import flatten_result, unflatten_result
 from functionalize.state.drawing import (
     Drawing,
@@ -258,12 +258,12 @@ class MovingState:
             now = content(place)
             self._left.append(now)
             if is_live(now):
-                put(place, now.node.hint)
+                put(place, left_behind(now))
 
     def finish(self) -> None:
         """After the step: the effects, or the refusal."""
         self._drawing.finish()
-        places, hints = self._places, [w.node.hint if is_live(w) else w for w in self._were]
+        places, hints = self._places, list(map(left_behind, self._were))
         found = zip(places.values, self._were, hints, self._left, self._addresses, strict=True)
         for (name, place), was, hint, now, address in found:
             if type(was) is weakref.ReferenceType and now is was():
@@ -357,7 +357,7 @@ def _is_repeatable(leaf: Any) -> bool:
 def _with_plain(value: Any) -> Any:
     """A value of a list, with live numbers replaced: in place where it is a container, which the caller may hold."""
     if is_live(value):
-        return value.node.hint
+        return left_behind(value)
     if type(value) is dict:
         for key, each in value.items():
             value[key] = _with_plain(each)

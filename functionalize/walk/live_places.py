@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functionalize.scalars.live_scalars import is_live
+from functionalize.scalars.live_scalars import left_behind
 from functionalize.util.packages import is_users
 from functionalize.walk.data_parts import CONTAINERS
 from functionalize.walk.fact_text import PLAIN
@@ -171,4 +171,4 @@ def content_of(value: Any) -> Any:
     """The content of such a place: a tensor weakly, a number as a plain one."""
     if issubclass(type(value), Tensor):
         return weakref.ref(value)
-    return value.node.hint if is_live(value) else value
+    return left_behind(value)

@@ -534,7 +534,7 @@ def test_what_the_step_assigned_to_a_lifted_key_stays_and_is_told() -> None:
         group["lr"], group["dampening"] = group["lr"] * 0.5, 1
     assert bits(group["lr"]) == bits(0.05) and hyper.changed is None
     ((effect, value),) = hyper.effects
-    assert effect.what == "sets `o` group 0: lr" and value.node.hint == 0.05
+    assert effect.what == "sets `o` group 0: lr" and value.node.left_behind() == 0.05
     assert hyper.wanted == {("o", 0, "dampening")}
     with lifted({"o": optimizer}, keys, Recorder(ignore_fake=True, live=True)) as hyper:
         group["lr"] = 0.1
