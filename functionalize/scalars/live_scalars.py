@@ -25,6 +25,7 @@ import importlib
 import math
 import numbers
 import operator
+import re
 import weakref
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
@@ -123,10 +124,12 @@ class _LiveMethods:
         return bool(learned(operator.truth, self.node))
 
     def __float__(self) -> float:
-        return float(self.node.shown(float) if is_formatted(self.node, float) else plain(self))
+        return float(self.node.shown_by(float) if is_formatted(self.node, float) else plain(self))
 
     def __int__(self) -> int:
-        return int(self.node.shown(int) if is_formatted(self.node, int) else learned(int, self.node))
+        return int(
+            self.node.shown_by(int) if is_formatted(self.node, int) else learned(int, self.node)
+        )
 
     def __repr__(self) -> str:
         return text_of(self.node, repr)
@@ -366,9 +369,14 @@ def plain_keys(result: Any) -> None:
             plain_keys(value)
 
 
+# Torch says so of a function of a symbolic number that it does not have, as `NYI negate symbolic float`.
+_NOT_IN_TORCH = re.compile(r"\bNYI\b.*\bsymbolic\b")
+
+
 def was_refused(error: BaseException) -> bool:
     """Whether C code raised this error for a live number, where it accepts a float or an int; notes it on the error."""
-    if not any(kind.__name__ in str(error) for kind in _LIVE_TYPES):
+    text = str(error)
+    if not any(kind.__name__ in text for kind in _LIVE_TYPES) and not _NOT_IN_TORCH.search(text):
         return False
     error.add_note(
         "functionalize: this call was recorded, and the number that the step read by .item() is no plain float or "

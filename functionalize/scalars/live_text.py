@@ -59,7 +59,7 @@ class Formatted:
     @property
     def recorded(self) -> str:
         """The text of the number while the step was recorded."""
-        return str(self.number.shown(self.of))
+        return str(self.number.shown_by(self.of))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,11 +86,11 @@ Template = tuple[str | Formatted, ...]
 def text_of(number: Number, function: Callable[..., str], *args: Any) -> str:
     """The text `function(number, *args)`: with a fact, unless a call that is repeated receives it."""
     if not number.alive:
-        return str(number.shown(function, *args))
+        return str(number.shown_by(function, *args))
     frame = _formatting(sys._getframe(2))
     if frame is None or not _is_pending(number, frame, function, args):
         return str(learned(function, number, *args))
-    return str(number.shown(function, *args))
+    return str(number.shown_by(function, *args))
 
 
 def is_formatted(number: Number, function: Callable[..., Any]) -> bool:
@@ -118,7 +118,7 @@ def _is_pending(
     if inside in inner.formats:
         function, args = inner.formats[inside].__mod__, ()
     try:
-        text = number.shown(function, *args)
+        text = number.shown_by(function, *args)
     except (TypeError, ValueError):  # more than one value is formatted
         return False
     piece = Formatted(number, function, args, inner.conversions.get(inside, ""), text)

@@ -4,8 +4,8 @@
     x / tokens                  torch wraps the number in a tensor: the same
     torch.zeros(tokens)         a size is a constant of the program: a fact of the log, with a guard
 
-Invariant: a kernel receives the plain value of a number only if the record of its op holds the number, as a `LiveNumber`,
-or if the number is a fact; no shape depends on a `LiveNumber`.
+Invariant: a kernel receives the plain value of a number only if the record of its op holds the number, as a
+`LiveNumber`, or if the number is a fact; no shape depends on a `LiveNumber`.
 
 Note [Carried numbers]
 Two callers of ops accept plain numbers only. The fused optimizers convert `lr` to a C++ double. DTensor would keep a
@@ -84,7 +84,10 @@ class ScalarArguments:
         number: Number = arg.node
         if number.log is not self.log and number.alive and not number.log.yields:
             self.log.foreign()
-            return number.left_behind(), arg  # this recording is not kept; the enclosing one sees the op, too
+            return (
+                number.left_behind(),
+                arg,
+            )  # this recording is not kept; the enclosing one sees the op, too
         if live and number.log is self.log and number.alive:
             carried = number.carried()
             return carried, carried.hint

@@ -14,7 +14,7 @@ what is computed or learned from it, it leaves a number by four methods. Only `s
 
     settle()        to the step or to C++: a fact
     carried()       to a kernel, as a part of the `LiveNumber` that the record of the op holds in that place
-    shown(f, *a)    to a text that goes into a repeated call, or becomes a fact: see live_text.py
+    shown_by(f, *a) to a text that goes into a repeated call, or becomes a fact: see live_text.py
     left_behind()   to where Python has it after the recording, while an effect or an output keeps the expression
 
 `tests/scalars/test_number_exits.py` lists who may call the last three.
@@ -160,7 +160,7 @@ class Number:
         """The number as an argument of a recorded op, whose kernel receives its `hint`."""
         return LiveNumber(self.expression, self._hint)
 
-    def shown(self, function: Callable[..., Any], *args: Any) -> Any:
+    def shown_by(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(value, *args)`, which formats the value for a text that is a fact unless a call takes it."""
         return function(self._hint, *args)
 

@@ -10,7 +10,8 @@
     statistics.mean([number, 1.0])      makes a result of the type of its elements: `type` is replaced in the module
     F.interpolate(x, scale_factor=n)    its C++ op accepts no symbolic int: receives the plain number
     tensor._wrapped_number              see Note [Wrapped numbers]
-    tensor ** number                    receives the plain number: see Note [Exponents]
+    tensor ** number                    receives the plain number: see Note [Numbers in formulas]
+    torch.sub(a, b, alpha=number), special.zeta(number, x)  the same, if autograd may differentiate them
     torch.ctc_loss(..., [5, 4], [2, 1]) C++ makes a tensor of the lengths without an op: made in Python instead
     F.one_hot(labels, 10)               C++ reads the least and the greatest label: they are compared in Python instead
     lengths.tolist()                    the integers are read one by one, if they are few
@@ -51,10 +52,7 @@ from functionalize.scalars.live_scalars import (
 )
 from functionalize.scalars.scalar_arguments import has_live
 
-_POWERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (torch, ("pow", "float_power", "_foreach_pow", "_foreach_pow_")),
-    (torch.Tensor, ("pow", "pow_", "__pow__", "__ipow__", "float_power", "float_power_")),
-)
+_WITHOUT_ALPHA = 2  # arguments by position; where there are more, `alpha` is among them
 _FEW = 64  # integers that `.tolist()` reads one by one
 _LISTED = "Python reads a tensor that the step computes by .tolist(), in place of which it may call .item(),"
 
@@ -94,11 +92,10 @@ def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]
     yield F, "one_hot", made
     for owner, name in fused_optimizer_functions():
         yield owner, name, _fused_optimizer(recorders, name, getattr(owner, name))
-    for owner, names in _POWERS:
-        for name in names:
-            power = _power(original := getattr(owner, name))
-            scripted[id(power)] = original
-            yield owner, name, power
+    for owner, name, arguments in numbers_in_formulas():
+        made = _of_constants(original := getattr(owner, name), arguments)
+        scripted[id(made)] = original
+        yield owner, name, made
     builtins = script_builtins()
     yield builtins, "_find_builtin", _original_builtin(scripted, builtins._find_builtin)
 
@@ -330,22 +327,50 @@ def _fused_optimizer(recorders: Callable[[], list[Any]], name: str, original: An
     return fused
 
 
-def _power(original: Any) -> Any:
-    """Note [Exponents]
+def numbers_in_formulas() -> Iterator[tuple[Any, str, str | None]]:
+    """(owner, name, argument): functions with whose numbers autograd computes in C++; None: with any number.
 
-    Autograd computes `exponent - 1` in C++. Up to torch 2.14 it converts the exponent to a plain number. Since 2.15
-    it uses another formula for symbolic exponents, on tensors of the base's dtype, which rounds differently from
-    eager's. So if autograd may differentiate the power, the exponent is a constant of the program, on all releases.
+    Note [Numbers in formulas]
+    The backward of some ops computes with a number in C++, which torch does not implement for symbolic ones: it raises
+    "NYI negate symbolic float" when the backward runs, long after the call. Up to torch 2.14 autograd converts an
+    exponent to a plain number. Since 2.15 it uses another formula for symbolic exponents, on tensors of the base's
+    dtype, which rounds differently from eager's. So if autograd may differentiate such a call, the number is a constant
+    of the program, on all releases. `tests/scalars/test_numbers_in_formulas.py` asks torch, op by op, which ops these
+    are, and fails if the table lacks one.
     """
+    yield from _functions_of(
+        None,
+        "pow float_power _foreach_pow _foreach_pow_",
+        "pow pow_ __pow__ __ipow__ float_power float_power_",
+    )
+    # `-alpha`; the subtrahend may be live.
+    yield from _functions_of(
+        "alpha", "sub subtract rsub _foreach_sub _foreach_sub_", "sub sub_ subtract subtract_"
+    )
+    yield torch.special, "zeta", None
 
-    def power(*args: Any, **kwargs: Any) -> Any:
+
+def _functions_of(
+    argument: str | None, functions: str, methods: str
+) -> Iterator[tuple[Any, str, str | None]]:
+    for owner, names in ((torch, functions), (torch.Tensor, methods)):
+        yield from ((owner, name, argument) for name in names.split())
+
+
+def _of_constants(original: Any, argument: str | None) -> Any:
+    """`original` with plain numbers, if it may be differentiated. argument: see `numbers_in_formulas`."""
+
+    def of_constants(*args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
         if any(map(has_live, values)) and _is_differentiated(values):
-            args, kwargs = settled(args), {k: settled(v) for k, v in kwargs.items()}
+            if argument is None or len(args) > _WITHOUT_ALPHA:
+                args = settled(args)
+            which = kwargs if argument is None else kwargs.keys() & {argument}
+            kwargs = {k: settled(v) if k in which else v for k, v in kwargs.items()}
         return original(*args, **kwargs)
 
-    power.__doc__ = original.__doc__
-    return power
+    of_constants.__doc__ = original.__doc__
+    return of_constants
 
 
 def _is_differentiated(args: Any) -> bool:

@@ -25,20 +25,8 @@ from functionalize.recorder.recorder import Recorder
 from functionalize.scalars.live_scalars import is_live
 from functionalize.state.hyperparameters import liftable, lifted
 from functionalize.state.step_guards import HyperparameterGuard
+from tests.scalars.bits import bits
 from tests.steps import make_step
-
-
-def bits(value: Any) -> Any:
-    """What two equal results have in common, down to the bit and the type."""
-    if isinstance(value, Tensor):
-        return (
-            value.dtype,
-            value.shape,
-            bytes(value.detach().reshape(-1).view(torch.uint8).tolist()),
-        )
-    if isinstance(value, (list, tuple)):
-        return [bits(v) for v in value]
-    return type(value), repr(value)
 
 
 def replayed(fn: Callable[..., Any], values: list[Any], captures: int = 1) -> Any:
