@@ -5,6 +5,7 @@
     clip_grad_norm_(..., max_norm)      calls `float`, which returns a plain number: replaced in its module, and in that
                                         of batch norms, which divide by the number of their calls (`momentum=None`)
     math.exp(number), math.isnan(number)  C code that reads the number: the result is live, or a fact
+    buffer[i] = number                  C++ makes a tensor of the number without an op: made by `torch.full` instead
     torch.tensor(number)                converts to a plain number: calls `torch.full` instead, which accepts a live one
     json.dumps({"loss": number})        C code that accepts Python's own types only: receives the plain number
     statistics.mean([number, 1.0])      makes a result of the type of its elements: `type` is replaced in the module
@@ -52,6 +53,8 @@ from functionalize.scalars.live_scalars import (
 )
 from functionalize.scalars.scalar_arguments import has_live
 
+_NUMBERS = frozenset({bool, int, float})
+_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _WITHOUT_ALPHA = 2  # arguments by position; where there are more, `alpha` is among them
 _FEW = 64  # integers that `.tolist()` reads one by one
 _LISTED = "Python reads a tensor that the step computes by .tolist(), in place of which it may call .item(),"
@@ -66,6 +69,7 @@ def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]
         made = _tensor_from_number(original := getattr(torch, name))
         scripted[id(made)] = original
         yield torch, name, made
+    yield torch.Tensor, "__setitem__", _set_item(recorders, torch.Tensor.__setitem__)
     made = _lengths_as_tensors(recorders, torch.ctc_loss)
     scripted[id(made)] = torch.ctc_loss
     yield torch, "ctc_loss", made
@@ -123,6 +127,19 @@ def _tensor_from_number(original: Any) -> Any:
 
     make.__doc__ = original.__doc__
     return make
+
+
+def _set_item(recorders: Callable[[], list[Any]], original: Any) -> Any:
+    """C++ converts a number to a tensor of the dtype of `self`, as `torch.full` does, and copies it."""
+
+    def __setitem__(self: Any, index: Any, value: Any) -> None:
+        is_number = type(value) in _NUMBERS or is_live(value)
+        if is_number and type(self) in _PLAIN_TENSORS and _reads(recorders, self):
+            value = torch.full((), value, dtype=self.dtype, device=self.device)
+        original(self, index, value)
+
+    __setitem__.__doc__ = original.__doc__
+    return __setitem__
 
 
 def _lengths_as_tensors(recorders: Callable[[], list[Any]], original: Any) -> Any:
@@ -187,7 +204,7 @@ def _nested(numbers: Iterator[Any], shape: Sequence[int]) -> list[Any]:
 
 
 def _reads(recorders: Callable[[], list[Any]], value: Any) -> bool:
-    """Whether a recording of a step would miss that C++ reads this tensor."""
+    """Whether a recording of a step would miss what C++ reads of, or makes for, this tensor."""
     real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
     return real and any(r.checks is not None and r.checks.for_real for r in recorders())
 
