@@ -94,6 +94,20 @@ def work_class() -> type | None:
     return Work
 
 
+# The modules between a call of a collective of Python objects and the functions below.
+EXCHANGES_OF_OBJECTS = frozenset(
+    {"torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "contextlib"}
+)
+
+
+def object_functions() -> Iterator[tuple[Any, str]]:
+    """Owner and name of the functions that make tensors of Python objects, and objects of tensors: 2.11 to 2.15."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    for name in ("_object_to_tensor", "_tensor_to_object"):
+        if hasattr(c10d, name):
+            yield c10d, name
+
+
 def sequence_number(group: Any) -> int:
     """How many collectives a process group has issued; equal on all of its ranks between two collectives."""
     return int(group._get_sequence_number_for_group())  # no public name in 2.11 to 2.13

@@ -333,6 +333,15 @@ class Checks:
             "do so outside the step"
         )
 
+    def note_exchange(self, collective: str) -> None:
+        """Note that ranks exchange Python objects, whose numbers no guard checks."""
+        if self.for_real:
+            where = line_of(CapturedTraceback.extract())
+            self.note(
+                f"exchanges Python objects by {collective}() {where}: put numbers in a tensor, and call "
+                "torch.distributed.all_reduce() or all_gather(); exchange other objects outside the step"
+            )
+
     def note_python_read(self, tensor: Tensor, how: str, instead: str) -> None:
         """Note that Python reads the numbers of a tensor, which no guard checks. instead: what to do."""
         if not isinstance(tensor, FakeTensor) and not tensor.is_meta:

@@ -44,7 +44,7 @@ from functionalize._compat.dispatch import (
     kernel_settings,
     no_python_dispatch,
 )
-from functionalize._compat.distributed import work_class
+from functionalize._compat.distributed import EXCHANGES_OF_OBJECTS, object_functions, work_class
 from functionalize._compat.fsdp import FSDP_LABEL
 from functionalize._compat.modules import OPTIMIZER_LABEL
 from functionalize.recorder import eager_formulas, effects, higher_order, reduction_patches
@@ -58,10 +58,13 @@ from functionalize.util.patching import Patch, Patches
 
 # How Python reads a tensor without an op, and what to do instead.
 _READS = {
-    "numpy": ("by .numpy()", "use .item()"),
+    "numpy": (
+        "by .numpy()",
+        "call .item() for a number, or return the tensor, and call .numpy() outside the step",
+    ),
     "data_ptr": ("by .data_ptr()", "compare tensors by `is`"),
     "tolist": ("by .tolist()", "use .item()"),
-    "__dlpack__": ("by .__dlpack__()", "use .item()"),
+    "__dlpack__": ("by .__dlpack__()", "return the tensor, and pass it on outside the step"),
     "__repr__": ("as text", "return the tensor, and make the text outside the step"),
     "__reduce_ex__": ("by pickling it", "return the tensor, and save it outside the step"),
 }
@@ -263,6 +266,30 @@ def _watched_read(name: str) -> Any:
     return read
 
 
+def _noted_exchange(original: Any) -> Any:
+    """A function by which torch.distributed pickles an object, to exchange it with other ranks."""
+
+    def convert(*args: Any, **kwargs: Any) -> Any:
+        name, frame = original.__name__, sys._getframe(1)
+        while (module := frame.f_globals.get("__name__")) in EXCHANGES_OF_OBJECTS:
+            name = frame.f_code.co_name if str(module).endswith("distributed_c10d") else name
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+        noted = list(recorded_checks())
+        for checks in noted:
+            checks.note_exchange(name)
+        reasons = [len(checks.unrepeatable) for checks in noted]
+        try:
+            return original(*args, **kwargs)
+        finally:  # that it reads tensors is the same reason
+            for checks, count in zip(noted, reasons, strict=True):
+                del checks.unrepeatable[count:]
+
+    convert.__doc__ = original.__doc__
+    return convert
+
+
 def _unwatched_wait(original: Any) -> Any:
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         watchers = _watchers()
@@ -374,6 +401,8 @@ def _capture_patches() -> Iterator[Patch]:
     yield owner, name, _noted_function(getattr(owner, name))
     owner, name = saved_hooks_entry()
     yield owner, name, _noted_saving(getattr(owner, name))
+    for owner, name in object_functions():
+        yield owner, name, _noted_exchange(getattr(owner, name))
     work = work_class()
     if work is not None:
         yield work, "wait", _unwatched_wait(getattr(work, "wait"))  # noqa: B009 (typed as a plain type)

@@ -30,7 +30,7 @@ from functionalize.recorder.recorder import Recorder
 from functionalize.util.number_uses import any_needs_exact
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.code_names import names_in
-from functionalize.walk.fact_text import text_of
+from functionalize.walk.fact_text import draws_text, text_of
 from functionalize.walk.live_places import content, is_writable, put
 from functionalize.walk.parts import Held
 from functionalize.walk.walker import PythonState
@@ -184,5 +184,5 @@ class Drawing:
         self._recorder.calls.guard(each)
 
     def _refuse(self, each: GeneratorPlace) -> None:
-        what = f"draws from `{each.name}`, reads or writes it, which a replay would not"
+        what = draws_text(each.name, each.generator)
         self.unexplained = self.unexplained or what

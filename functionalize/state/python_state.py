@@ -32,7 +32,15 @@ from functionalize.util.unchanged import Unchanged
 from functionalize.walk.code_uses import lines_of_changes, lines_of_uses
 from functionalize.walk.data_parts import process_generators
 from functionalize.walk.discovery import note_optimizer, walked, walked_again
-from functionalize.walk.fact_text import Path, change_text, is_live_kind, portable, text_of
+from functionalize.walk.fact_text import (
+    Path,
+    advice_on,
+    change_text,
+    draws_text,
+    is_live_kind,
+    portable,
+    text_of,
+)
 from functionalize.walk.live_places import LIVE_NUMBERS, NO_PLACES, LivePlaces
 from functionalize.walk.probes import Probes
 from functionalize.walk.roots import Roots
@@ -126,22 +134,25 @@ class SurroundingsGuard:
         was = self.state
         generators = list(process_generators())
         if len(was.moving) == len(generators) and was.probes.hold(call.leaves):  # nearly always
-            moving, found = [state for _, state in generators], None
+            moving, found, advice = [state for _, state in generators], None, ""
         else:
             now = walked_again(self.fn, call.leaves, was, is_replay=False)
             moving, found = now.moving, _difference(was.facts, was.paths, now.facts, now.paths)
+            pairs = zip(now.facts, was.facts, strict=False)
+            advice = next((advice_on(new) for new, old in pairs if new != old), "")
         if found is None:
             for (name, before), (_, after) in zip(self.entries, _entries(was.roots), strict=True):
                 if before != after:
                     counts = f"{sum(after)} entries for {len(after)} parameters, was {sum(before)} for {len(before)}"
                     found = f"`{name}.state` has {counts}"
         if found is not None:
-            return f"changes Python state, which a replay would not: {found}"
+            return f"changes Python state, which a replay would not: {found}{advice}"
         own = {((), name): (generator, None) for name, generator in drawn_from()}
-        movers = {path: id(each) for path, (each, _) in {**was.movers, **own}.items()}
+        movers = {path: each for path, (each, _) in {**was.movers, **own}.items()}
         for fact, path, old in zip(moving, was.moving_paths, was.moving, strict=False):
-            if fact != old and movers.get(path) not in explained:
-                return f"draws from `{text_of(path)}`, reads or writes it, which a replay would not"
+            mover = movers.get(path)
+            if fact != old and (mover is None or id(mover) not in explained):
+                return draws_text(text_of(path), mover)
         return None
 
     @property

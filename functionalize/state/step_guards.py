@@ -194,6 +194,9 @@ class ParameterGuard:
         found = zip(self.sources, self.names, self.facts, strict=True)
         for source, name, (was, hooks, dtype, same) in found:
             now = source.resolve(call)
+            if not isinstance(now, Tensor):
+                what = "None" if now is None else with_article(type(now).__name__)
+                return f"`{name}` is {what}, was a tensor"
             if same is not None and now is not same:
                 return f"`{name}` is another parameter"
             if hooks_of(now) != hooks:

@@ -4,6 +4,7 @@
     counted(0, "program")     0 programs
     without_numbers("`n` is 5, was 4")     `n` is #, was #
     with_article("AdamW")     an AdamW
+    without_article("the code of f")     code of f
 
 Invariant of `counted`: the number comes first, as its digits; the plural of the last word ends in `s`.
 """
@@ -21,6 +22,11 @@ def counted(count: int, what: str) -> str:
 def with_article(noun: str) -> str:
     """The noun with `a` or `an`."""
     return f"{'an' if noun[:1].lower() in tuple('aeiou') else 'a'} {noun}"
+
+
+def without_article(noun: str) -> str:
+    """A noun that may begin with `a`, `an` or `the`, without that word."""
+    return re.sub(r"^(an?|the) ", "", noun)
 
 
 def without_numbers(text: str) -> str:

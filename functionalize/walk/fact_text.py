@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from functionalize.util.code_objects import compiled
-from functionalize.util.text import with_article
+from functionalize.util.text import with_article, without_article
 
 NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 # Types of plain values, which are compared by value.
@@ -47,8 +47,37 @@ def change_text(path: Path, new: Any, old: Any) -> str:
         return f"`{text_of(path)}` has other attributes: {changed}"
     now, was = brief(new), brief(old)
     if now == was:
-        return f"`{text_of(path)}` is another {now.removeprefix('a ').removeprefix('an ')}"
+        if _is_array(new):
+            return f"`{text_of(path)}` ({without_article(now)}) has other contents"
+        return f"`{text_of(path)}` is another {without_article(now)}"
     return f"`{text_of(path)}` is {now}, was {was}"
+
+
+def _is_array(fact: Any) -> bool:
+    """Whether a fact is the contents of an array of numpy, or of Python: see `data_parts.py`."""
+    return (
+        isinstance(fact, tuple)
+        and bool(fact)
+        and isinstance(fact[0], type)
+        and (hasattr(fact[0], "tobytes") and fact[0] is not memoryview)
+    )
+
+
+def advice_on(fact: Any) -> str:
+    """What to do about state that a step changes and a replay would not, if there is more to say than "do not"."""
+    if _is_array(fact):
+        return ": keep it as a tensor (`torch.from_numpy(array)`), which a replay writes, too"
+    return ""
+
+
+def draws_text(name: str, mover: Any) -> str:
+    """Why a step is refused that has moved an iterator, a generator or another object that only reads by moving."""
+    text = f"draws from `{name}`, reads or writes it, which a replay would not"
+    if isinstance(mover, Iterator):
+        return f"{text}: call `next()` outside the step, and pass the step what it gives as an argument"
+    if hasattr(mover, "random") or hasattr(mover, "bit_generator") or mover is None:
+        return f"{text}: draw outside the step, and pass the step what it gives as an argument"
+    return f"{text}: do so outside the step"
 
 
 def is_live_kind(fact: Any) -> bool:
