@@ -72,6 +72,13 @@ class AuditError(FunctionalizeError):
     """An audited call did other things than its program would have; the step has run, and the program was dropped."""
 
 
+class LostRankError(FunctionalizeError):
+    """Another rank has ended or cannot be reached, so the ranks cannot agree on a call; `__cause__` is what was raised.
+
+    Nothing of the call has run. The group of ranks is of no use any more, in eager neither.
+    """
+
+
 class PassError(FunctionalizeError):
     """A pass was applied at a stage, or with an option, that it does not accept."""
 

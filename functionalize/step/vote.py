@@ -27,14 +27,16 @@ of its process groups; after it, that it has ended, and whether it reads numbers
 by an exception. So only a group whose ranks have all begun is waited for. If any rank relies on a number, all vote from
 then on. If some rank of a group replays or runs eagerly, nobody votes, and no program that relies on a number is kept.
 
-Refusal: a rank that does not vote, or does not end its recording, in time.
+Refusals: a rank that does not vote, or does not end its recording, in time; a rank that has ended (`LostRankError`).
 """
 
 from __future__ import annotations
 
 import enum
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -48,7 +50,7 @@ from functionalize._compat.distributed import (
     sequence_number,
     store_of_group,
 )
-from functionalize.errors import UncapturableError
+from functionalize.errors import FunctionalizeError, LostRankError, UncapturableError
 from functionalize.ir.ops import refs_in
 from functionalize.ir.scalars import is_known_before_run
 from functionalize.program.collective_order import groups_of
@@ -190,18 +192,44 @@ class RankVote:
 
 
 def _all_reduce_max(flag: torch.Tensor, name: str) -> None:
-    work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=group_of_name(name), async_op=True)
-    if work is not None:
-        _await(work, name)
+    with _told_of_lost_ranks(name):
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=group_of_name(name), async_op=True)
+        if work is not None:
+            _await(work, name)
 
 
 def _await(work: dist.Work, name: str) -> None:
     try:
         work.wait(_PATIENCE)
     except RuntimeError as error:
+        if not _is_timeout(error):
+            raise
         raise UncapturableError(
             f"a rank of process group {name!r} does not say whether it replays the step: every rank must "
             "read numbers (`.item()`) at the same places of the step"
+        ) from error
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    """Whether a rank is silent: of a rank that has ended, the connection is closed, which is noticed at once."""
+    return _TIMEOUT.search(str(error)) is not None
+
+
+_TIMEOUT = re.compile(r"time(d |-)?out", re.IGNORECASE)
+
+
+@contextmanager
+def _told_of_lost_ranks(name: str) -> Iterator[None]:
+    """A context in which the error of a broken connection to another rank says that this rank is lost."""
+    try:
+        yield
+    except FunctionalizeError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise LostRankError(
+            f"a rank of process group {name!r} has ended or cannot be reached, so the ranks cannot agree whether they "
+            f"replay this call; the error of that rank says why, look there first: {reason}"
         ) from error
 
 
@@ -244,12 +272,15 @@ class _Room:
 
     def wait(self, words: Iterable[str]) -> set[str]:
         """Those of `words` that any rank of the group has said, once all have ended."""
-        try:
-            self.store.wait([f"{self.key}/all"], _PATIENCE)
-        except RuntimeError as error:
-            raise UncapturableError(
-                f"a rank of process group {self.group!r} began to record this call of the step and does not end it"
-            ) from error
+        with _told_of_lost_ranks(self.group):
+            try:
+                self.store.wait([f"{self.key}/all"], _PATIENCE)
+            except RuntimeError as error:
+                if not _is_timeout(error):
+                    raise
+                raise UncapturableError(
+                    f"a rank of process group {self.group!r} began to record this call of the step and does not end it"
+                ) from error
         return {word for word in words if self.store.check([f"{self.key}/says/{word}"])}
 
 
