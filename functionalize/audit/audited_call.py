@@ -36,6 +36,7 @@ from functionalize.state.hyperparameters import lifted
 from functionalize.state.moving_state import MovingPlaces, MovingState
 from functionalize.state.python_effects import in_order
 from functionalize.state.sources import changed_slots
+from functionalize.walk.converted_arrays import tensors_by_array
 from functionalize.walk.live_places import NO_PLACES
 
 log = logging.getLogger("functionalize")
@@ -109,6 +110,7 @@ class AuditedCall:
             arguments.flatten(args, kwargs)[0],
         )
         try:
+            recorder.arrays = tensors_by_array(self._call.leaves)
             with torch.no_grad():
                 comparison = self._begin(signature, recorder)
         except Exception as error:

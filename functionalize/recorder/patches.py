@@ -28,9 +28,10 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -81,12 +82,14 @@ class Watcher(TorchDispatchMode):
     tape: the notes about autograd's nodes, of a recording that becomes a program.
     formulas: computes what eager does where torch does something else under a mode.
     steps_optimizers: whether an optimizer's `step` was called, which calls the global hooks of optimizers.
+    arrays: by the ids of arrays among the arguments, the tensors on them that are inputs, see walk/converted_arrays.py.
     """
 
     checks: Checks | None = None
     scalar_arguments: ScalarArguments | None = None
     module_calls: Any = None
     tape: TapeNotes | None = None
+    arrays: Mapping[int, torch.Tensor] = MappingProxyType({})
 
     def __init__(self) -> None:
         super().__init__()

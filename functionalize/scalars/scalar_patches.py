@@ -65,8 +65,9 @@ def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]
     yield torch.Tensor, "item", _item(torch.Tensor.item)
     yield torch.Tensor, "_wrapped_number", property(_get_wrapped_number, _set_wrapped_number)
     scripted: dict[int, Any] = {}  # id of a replacement -> the original
-    for name in ("tensor", "as_tensor"):
-        made = _tensor_from_number(original := getattr(torch, name))
+    for name in ("tensor", "as_tensor", "from_numpy"):
+        made = _tensor_from_array(recorders, original := getattr(torch, name))
+        made = made if name == "from_numpy" else _tensor_from_number(made)
         scripted[id(made)] = original
         yield torch, name, made
     yield torch.Tensor, "__setitem__", _set_item(recorders, torch.Tensor.__setitem__)
@@ -127,6 +128,38 @@ def _tensor_from_number(original: Any) -> Any:
 
     make.__doc__ = original.__doc__
     return make
+
+
+def _tensor_from_array(recorders: Callable[[], list[Any]], original: Any) -> Any:
+    """A converter of arrays: of one that is an argument, by ops on the tensor that is an input."""
+    copies = original.__name__ == "tensor"
+
+    def convert(data: Any, *args: Any, **kwargs: Any) -> Any:
+        found = (recorder.arrays.get(id(data)) for recorder in recorders())
+        tensor = next((each for each in found if each is not None), None)
+        if tensor is None:
+            return original(data, *args, **kwargs)
+        return _converted(tensor.detach(), copies, *args, **kwargs)
+
+    convert.__name__, convert.__doc__ = original.__name__, original.__doc__
+    return convert
+
+
+def _converted(
+    tensor: Any,
+    copies: bool,
+    dtype: Any = None,
+    device: Any = None,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+) -> Any:
+    """What torch makes of an array, made of the tensor on its memory. copies: as `torch.tensor` does."""
+    device, dtype = device or tensor.device, dtype or tensor.dtype
+    if copies:
+        tensor = tensor.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
+        tensor = tensor.pin_memory() if pin_memory else tensor
+        return tensor.requires_grad_() if requires_grad else tensor
+    return tensor.to(device, dtype)
 
 
 def _set_item(recorders: Callable[[], list[Any]], original: Any) -> Any:

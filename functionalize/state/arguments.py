@@ -19,6 +19,7 @@ from typing import Any
 
 from functionalize._compat.graphs import pytree
 from functionalize.util import structure
+from functionalize.walk.converted_arrays import array_of
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
@@ -84,7 +85,12 @@ def changed(
     if now_spec == spec:
         pairs = zip(leaves, now, structure.paths(spec), strict=True)
         # Arguments themselves cannot change; in the place of unread ones `leaves` has None.
-        moved = [path for was, is_, path in pairs if is_ is not was and len(path) > 2]
+        # `leaves` has tensors in the places of arrays that the step converts.
+        moved = [
+            path
+            for was, is_, path in pairs
+            if is_ is not was and len(path) > 2 and (is_ is None or array_of(was) is not is_)
+        ]
         if not moved:
             return None
         return f"puts something else at {_text(moved[0])}{_ADVICE}"

@@ -58,6 +58,7 @@ from functionalize.step.recording import RecordingSummary, StepRecording, awaits
 from functionalize.step.step_state import EntryState, ExitState
 from functionalize.step.vote import Level, RankVote, Rendezvous, must_vote
 from functionalize.util.text import without_numbers
+from functionalize.walk.converted_arrays import tensors_by_array
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 
 MAX_WARMUPS = 5  # for one reason
@@ -163,6 +164,7 @@ def record(
         names = leaf_names(fn, call.spec)
         entry = EntryState.now(fn, call.leaves, recorder, varying, names, hooks_run_outside, live)
         recorder.arguments = entry.places.arguments()
+        recorder.arrays = tensors_by_array(call.leaves)
         recorder.tape.is_off = awaits_live_numbers(recorder, entry)
         if recorder.tape.is_off:  # no program is made of it
             recorder.observer = recorder.storages.observer = None

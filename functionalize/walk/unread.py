@@ -42,6 +42,7 @@ from functionalize.util.packages import is_installed
 from functionalize.util.patching import Patch, Patches
 from functionalize.walk.code_names import NameFilter, names_in
 from functionalize.walk.code_uses import assigned_constant
+from functionalize.walk.converted_arrays import ConvertedArray, converted_arrays, with_tensors
 from functionalize.walk.fact_text import Path
 from functionalize.walk.object_parts import look_of
 from functionalize.walk.parts import is_native, library, users
@@ -64,7 +65,7 @@ _NONE = Unread(frozenset(), frozenset())
 
 
 class ReadArguments:
-    """The arguments of calls of `fn`, without the numbers that it does not read."""
+    """The arguments of calls of `fn`, without numbers that it does not read; tensors for arrays that it converts."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         is_bound = type(fn) is types.MethodType
@@ -73,15 +74,25 @@ class ReadArguments:
         self._first = int(is_bound)  # the position of the first argument
         self._code: types.CodeType | None = None
         self._unread = _NONE
+        self._arrays: frozenset[ConvertedArray] = frozenset()
+        self._positions: dict[str, int] = {}
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The arguments of a call, with None in the place of numbers that are not read."""
+        """The arguments of a call, with None in the place of numbers that are not read.
+
+        A tensor on its memory is in the place of an array, see `converted_arrays.py`.
+        """
         function = self._function
         if function is None:
             return args, kwargs
         if function.__code__ is not self._code:  # it may be replaced
             self._code = function.__code__
             self._unread = _unread_of(self._code)
+            self._arrays = converted_arrays(function)
+            named = self._code.co_varnames[: self._code.co_argcount]
+            self._positions = {name: at - self._first for at, name in enumerate(named)}
+        if self._arrays:
+            args, kwargs = with_tensors(self._arrays, self._positions, args, kwargs)
         positions, names = self._unread
         if not names:
             return args, kwargs
