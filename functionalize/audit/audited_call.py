@@ -25,6 +25,7 @@ from functionalize.audit.comparison import Comparison
 from functionalize.audit.results import ExpectedResults, is_comparable
 from functionalize.audit.signature import Signature
 from functionalize.audit.verdict import AuditVerdict
+from functionalize.calls.late_numbers import with_late_values
 from functionalize.errors import GuardError
 from functionalize.ir.inputs import Call
 from functionalize.program.program import Program
@@ -154,7 +155,8 @@ class AuditedCall:
             gradients.append(gradient)
         moving.finish()
         changed = changed or moving.refusal or moving.unexplained
-        effects = in_order(comparison.recorder.python_effects, moving.effects)
+        result, calls = with_late_values(result, comparison.recorder.python_effects)
+        effects = in_order(calls, moving.effects)
         values = [value for _, value in effects]
         leaves, spec = arguments.flatten_result((result, [*gradients, *values]))
         comparison.recorder.checks.check_generators(lambda: "after its last random op")

@@ -2,29 +2,33 @@
 
     scheduler.step()
     print(optimizer.param_groups[0]["lr"])      a late number: a replay reads it when it prints
+    return loss, scheduler.get_last_lr()[0]     `LateRead` after the call, `LateValue` in the result
 
 Invariant: an op or a guard that needs a late number is refused by name, since it would run before the call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from functionalize._compat.graphs import pytree
 from functionalize.errors import UncapturableError
 from functionalize.ir.guards import NumberGuard
 from functionalize.ir.inputs import Call
 from functionalize.ir.scalars import Applied, ScalarInput, bottom_up, evaluated
 from functionalize.planning.timeline.timeline import Category
+from functionalize.scalars.live_scalars import is_live
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LateNumber:
-    """The source of a number that a repeated call has set. what: for messages. now: reads it."""
+    """The source of a number that a repeated call has set. what: for messages. now: reads it. after: the call."""
 
     what: str
     now: Callable[[], Any]
+    after: Any = None
     category: ClassVar[Category] = Category.OPTIMIZER_STATE
 
     def resolve(self, call: Call) -> Any:
@@ -53,6 +57,71 @@ def late_value(expression: Any) -> Any:
     return evaluated(expression, lambda leaf: leaf.source.now())
 
 
+# -- in the result of a step -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LateRead:
+    """An effect: a replay reads a late number, after the call that has set it and before another one sets it again."""
+
+    leaf: ScalarInput
+    what: ClassVar[str] = "returns a number that it has set"
+
+    def repeat(self, call: Call, value: Any) -> None:
+        """Read it, for `filled`."""
+        source: Any = self.leaf.source
+        call.memo[self.leaf] = source.now()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LateValue:
+    """In the place of a number in a step's result: its expression of late numbers."""
+
+    expression: Any
+
+
+Effects = Sequence[tuple[Any, Any]]
+
+
+def with_late_values(result: Any, effects: Effects) -> tuple[Any, list[tuple[Any, Any]]]:
+    """A result with `LateValue`s in the places of numbers that are late, and the effects with the reads of those.
+
+    Numbers within objects that pytree does not open stay: they are refused.
+    """
+    found = list(effects)
+    leaves, spec = pytree.tree_flatten(result)
+    late = [at for at, leaf in enumerate(leaves) if is_live(leaf) and is_late(leaf.node.expression)]
+    if not late:
+        return result, found
+    read: dict[Any, None] = {}
+    for at in late:
+        expression = leaves[at].node.expression
+        read |= dict.fromkeys(_leaves(expression))
+        leaves[at] = LateValue(expression)
+    for leaf in read:
+        after = next((i for i, (e, _) in enumerate(found) if e is leaf.source.after), None)
+        if after is None:
+            return result, list(effects)
+        found.insert(after + 1, (LateRead(leaf), None))
+    return pytree.tree_unflatten(leaves, spec), found
+
+
+def reads_late(effects: Iterable[Any]) -> bool:
+    """Whether results of a program with these effects hold `LateValue`s."""
+    return any(type(each) is LateRead for each in effects)
+
+
+def filled(result: Any, call: Call) -> Any:
+    """The result of a replay with its late numbers, after the effects of the replay."""
+
+    def number(leaf: Any) -> Any:
+        return (
+            evaluated(leaf.expression, call.memo.__getitem__) if type(leaf) is LateValue else leaf
+        )
+
+    return pytree.tree_map(number, result)
+
+
 def check_not_needed(sources: Iterable[Any], guards: Iterable[Any]) -> None:
     """Raise `UncapturableError` if a program needs a late number.
 
@@ -66,5 +135,5 @@ def check_not_needed(sources: Iterable[Any], guards: Iterable[Any]) -> None:
     for what, where in found:
         raise UncapturableError(
             f"reads {what} after a call that sets it{where}: a replay makes that call at the end of the step, so "
-            "make it there"
+            "make it there, and return or print the number as it is"
         )

@@ -3,7 +3,7 @@
     optimizer.step()
     scheduler.step()                            every scheduler of `torch.optim`; of the user's, what they inherit
     plateau.step(loss.item())                   with this step's number
-    print(scheduler.get_last_lr()[0])           a late number: see late_numbers.py
+    print(scheduler.get_last_lr()[0])           a late number: see late_numbers.py; also if it is returned
 
 The state of a scheduler is no guarded state. While a step is recorded, every attribute of a scheduler that code reads
 or sets outside of `step` is noted: a number becomes a live number, after `step` a late one; other objects are guarded.
@@ -44,7 +44,7 @@ class Hyperparameters(Protocol):
         """Put plain numbers in the place of live ones; text: why a call must not change them."""
         ...
 
-    def end_change(self, by: str) -> str | None:
+    def end_change(self, by: str, effect: Any) -> str | None:
         """What the call has set are late numbers from now on; text: a change that is none of a number."""
         ...
 
@@ -110,7 +110,8 @@ class SchedulerDoor:
     def after(self, recording: CallRecorder, repeated: Repeated) -> str | None:
         """After the call: what it has changed that a replay cannot know, or None."""
         recording.calls.stepped |= {id(each) for each in _schedulers(repeated.effect.scheduler)}
-        refused: str | None = recording.calls.hyperparameters.end_change("`scheduler.step()`")
+        hyperparameters = recording.calls.hyperparameters
+        refused: str | None = hyperparameters.end_change("`scheduler.step()`", repeated.effect)
         reads = any(isinstance(each, torch.Tensor) for each in repeated.arguments.values)
         if recording.calls.quiet_ops and not reads:
             return "it runs ops, whose tensors a replay has at the end of the step only"
@@ -249,7 +250,8 @@ def _read(recording: CallRecorder, scheduler: LRScheduler, name: str, value: Any
     def live(number: Any, index: int | None) -> Any:
         source: Any = SchedulerNumber(scheduler, name, index, type(number))
         if is_stepped:
-            source = LateNumber(f"`{name}` of {kind}", source.now)
+            after = recording.python_effects[-1][0] if recording.python_effects else None
+            source = LateNumber(f"`{name}` of {kind}", source.now, after)
         assert log is not None
         return as_live(log.from_source(source, f"scheduler.{name}", number))
 

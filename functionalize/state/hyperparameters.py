@@ -231,10 +231,10 @@ class Lifted:
         ]
         return None
 
-    def end_change(self, by: str) -> str | None:
+    def end_change(self, by: str, effect: Any) -> str | None:
         """The call has returned: what it may have set are late numbers from now on.
 
-        by: the call. Returns a change that is none of a number.
+        by: the call. effect: that of a replay. Returns a change that is none of a number.
         """
         refused = None
         lifted = {(id(put.group), put.name): put for put in self._put}
@@ -243,7 +243,7 @@ class Lifted:
                 now, was = group.get(key), before.get(key)
                 put = lifted.get((id(group), key))
                 if put is not None and self._log is not None:
-                    put.plain, put.late = now, _late(self._log, put, now)
+                    put.plain, put.late = now, _late(self._log, put, now, effect)
                     group[key] = put.late
                 elif now is not was and not (type(now) is type(was) and _same(now, was)):
                     if is_liftable(now) and is_liftable(was):
@@ -273,7 +273,7 @@ def lifted(optimizers: Optimizers, keys: Collection[Key], recorder: Recorder) ->
         found.restore()
 
 
-def _late(log: ScalarLog, put: _Put, value: Any) -> Any:
+def _late(log: ScalarLog, put: _Put, value: Any, effect: Any) -> Any:
     """The late numbers of a hyperparameter that a call has set."""
     group, name = put.group, put.name
 
@@ -283,7 +283,7 @@ def _late(log: ScalarLog, put: _Put, value: Any) -> Any:
             return value if index is None else value[index]
 
         what = f"`{put.key[0]}` group {put.key[1]}: {put.name}"
-        return as_live(log.from_source(LateNumber(what, now), f"late_{put.name}", number))
+        return as_live(log.from_source(LateNumber(what, now, effect), f"late_{put.name}", number))
 
     if isinstance(value, tuple):
         return tuple(one(v, i) for i, v in enumerate(value))

@@ -21,6 +21,7 @@ from functionalize.audit.audited_call import AuditedCall, log_bug
 from functionalize.audit.left_state import LeftState
 from functionalize.audit.signature import Signature
 from functionalize.audit.verdict import AuditVerdict
+from functionalize.calls.late_numbers import filled, reads_late
 from functionalize.errors import AuditError, FunctionalizeError, GuardError, UncapturableError
 from functionalize.ir.inputs import Call
 from functionalize.lengths.data_sizes import DataSizes
@@ -206,6 +207,8 @@ class ReplayedStep:
         leave(call, cached.slots, left[:count], cached.effects)
         self._note_replay(cached)
         repeat(cached.python_effects, call, left[count:])
+        if reads_late(cached.python_effects):
+            result = filled(result, call)
         return refuse_backward(result, cached.has_grad_fn)
 
     def _vote_after_graph(self) -> Vote | None:

@@ -32,6 +32,7 @@ from functionalize._compat.dispatch import disable_current_modes
 from functionalize._compat.graphs import pytree
 from functionalize.audit.audited_call import Observer, observed
 from functionalize.audit.collective_check import collective_mismatch
+from functionalize.calls.late_numbers import with_late_values
 from functionalize.errors import UncapturableError
 from functionalize.fake_world.world import in_world, literals_noted
 from functionalize.lengths.length_class import Prediction
@@ -130,13 +131,14 @@ class RecordedRun:
         self.moving.finish()
         key = self.moving.key
         changed = self.changed or self.moving.refusal or self.moving.unexplained
-        effects = in_order(self.recorder.python_effects, self.moving.effects)
+        result, calls = with_late_values(self.result, self.recorder.python_effects)
+        effects = in_order(calls, self.moving.effects)
         plain_keys([value for _, value in effects])
         if self.recorder.scalar_log is not None:
             values = [value for _, value in effects]
             settle_escaped(self.recorder.scalar_log, flatten_result((self.result, values))[0])
         # In the step's own grad mode:
-        exit = ExitState.now(self.entry, self.result, changed, effects, self.moving.explained)
+        exit = ExitState.now(self.entry, result, changed, effects, self.moving.explained)
         if exit.changed is None:
             self.entry.observed.leave_unread(self.entry.leaves)
         with torch.no_grad():
