@@ -6,7 +6,7 @@
                                         of batch norms, which divide by the number of their calls (`momentum=None`)
     math.exp(number), math.isnan(number)  C code that reads the number: the result is live, or a fact
     buffer[i] = number                  C++ makes a tensor of the number without an op: made by `torch.full` instead
-    torch.tensor(number)                converts to a plain number: calls `torch.full` instead, which accepts a live one
+    torch.tensor([number, 1.0])         converts to plain numbers: calls `torch.full` instead, which accepts live ones
     json.dumps({"loss": number})        C code that accepts Python's own types only: receives the plain number
     statistics.mean([number, 1.0])      makes a result of the type of its elements: `type` is replaced in the module
     F.interpolate(x, scale_factor=n)    its C++ op accepts no symbolic int: receives the plain number
@@ -56,7 +56,9 @@ from functionalize.scalars.scalar_arguments import has_live
 _NUMBERS = frozenset({bool, int, float})
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _WITHOUT_ALPHA = 2  # arguments by position; where there are more, `alpha` is among them
-_FEW = 64  # integers that `.tolist()` reads one by one
+_FEW = (
+    64  # integers that `.tolist()` reads one by one, numbers of which `torch.tensor` makes elements
+)
 _LISTED = "Python reads a tensor that the step computes by .tolist(), in place of which it may call .item(),"
 
 
@@ -119,15 +121,28 @@ def _item(original: Any) -> Any:
 def _tensor_from_number(original: Any) -> Any:
     def make(data: Any, *args: Any, **kwargs: Any) -> Any:
         known = kwargs.keys() <= {"dtype", "device"} and not args
-        if not (is_live(data) and known):
+        found = _elements(data) if known and has_live(data) else None
+        if found is None:
             return original(data, *args, **kwargs)
-        dtype = kwargs.get("dtype") or (
-            torch.get_default_dtype() if isinstance(data, float) else torch.int64
-        )
-        return torch.full((), data, dtype=dtype, device=kwargs.get("device"))
+        shape, numbers = found
+        has_float = any(isinstance(each, float) for each in numbers)
+        dtype = kwargs.get("dtype") or (torch.get_default_dtype() if has_float else torch.int64)
+        made = [torch.full((), n, dtype=dtype, device=kwargs.get("device")) for n in numbers]
+        return made[0] if not shape else torch.stack(made).reshape(shape)
 
     make.__doc__ = original.__doc__
     return make
+
+
+def _elements(data: Any) -> tuple[tuple[int, ...], list[Any]] | None:
+    """The shape and the numbers of a number, or of equally long lists of numbers; None: others, or too many."""
+    if not isinstance(data, (list, tuple)):
+        return ((), [data]) if type(data) in _NUMBERS or is_live(data) else None
+    parts = [_elements(each) for each in data]
+    if not parts or None in parts or len({shape for shape, _ in parts}) > 1:  # type: ignore[misc]
+        return None
+    numbers = [number for _, found in parts for number in found]  # type: ignore[misc]
+    return ((len(data), *parts[0][0]), numbers) if len(numbers) <= _FEW else None  # type: ignore[index]
 
 
 def _tensor_from_array(recorders: Callable[[], list[Any]], original: Any) -> Any:

@@ -115,6 +115,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "foreach_tensors": lambda x, a, b, c: sum(torch._foreach_addcmul([x, x], [x, x], [x, x], [a, b])),
     "interpolate": lambda x, a, b, c: F.interpolate(x.view(1, 4, 6), scale_factor=1 + a) * b + c,
     "tensor": lambda x, a, b, c: x * torch.tensor([a, b, c]).sum() + torch.tensor(a),
+    "tensor_of_lists": lambda x, a, b, c: x * torch.tensor([[a, b], [c, 1]]).prod() * torch.as_tensor([a, 2]).sum(),
     "zeta": lambda x, a, b, c: torch.special.zeta(2 + a, x.abs() + b) * c,
     "pow": lambda x, a, b, c: (x.abs() + a) ** b * torch.pow(c, x),
     "math": lambda x, a, b, c: x * math.atan2(a, b) + math.hypot(a, b, c) + math.fsum([a, b, c]),
@@ -188,7 +189,7 @@ def test_numbers_of_one_call_are_live_or_guarded(name, source):
     _same(lambda: source(CALLS[name]))
 
 
-LIVE = ("addcmul", "addmm", "clamp", "foreach", "full", "where", "elu")
+LIVE = ("addcmul", "addmm", "clamp", "foreach", "full", "where", "elu", "tensor_of_lists")
 
 
 @pytest.mark.parametrize("name", LIVE)
