@@ -21,9 +21,10 @@ from functionalize.errors import FunctionalizeError
 
 _ROOT = Path(__file__).resolve().parents[2]
 _OPTIMIZERS = str(Path(torch.__file__).parent / "optim") + os.sep
-_FOLDERS = (Path(torch.__file__).parent, _ROOT / "functionalize")
+_OWN = f"{_ROOT / 'functionalize'}{os.sep}"
 _INTERNAL = (
-    *(f"{folder}{os.sep}" for folder in _FOLDERS),
+    f"{Path(torch.__file__).parent}{os.sep}",
+    _OWN,
     "<frozen",
     "<functionalize",  # generated runners of programs
     "<string>",
@@ -208,7 +209,7 @@ def is_internal(filename: str) -> bool:
 @cache
 def is_own(filename: str) -> bool:
     """Whether a file belongs to this library."""
-    return filename.startswith(_INTERNAL[1:3])
+    return filename.startswith(_OWN)
 
 
 class LocatedOp(Protocol):
