@@ -289,7 +289,8 @@ LEARNED: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
     "pickle": (lambda n, k: pickle.loads(pickle.dumps(n)), ["item -> 2.5"]),
     "copies": (lambda n, k: copy.deepcopy(n) is n and copy.copy(k) is k, []),
     "int_power": (lambda n, k: 2**k == 1, ["item >= 0 -> True", "(2 ** item) == 1 -> False"]),
-    "list": (lambda n, k: torch.tensor([n, 1.0]).sum() > 0, ["item -> 2.5"]),
+    "list": (lambda n, k: torch.tensor([n, 1.0]).sum() > 0, []),
+    "listed": (lambda n, k: torch.tensor([n], requires_grad=False) > 0, ["item -> 2.5"]),
 }  # fmt: skip
 
 
