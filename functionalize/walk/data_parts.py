@@ -238,6 +238,7 @@ def file(value: Any) -> Parts:
 def waiting(value: Any, names: NameFilter) -> Parts:
     """A queue: its elements, or their number. Asking for its size, or an empty one for more, does not move it."""
     held = [] if isinstance(value, queue.SimpleQueue) else [Part("queue", list(value.queue))]
+    held += [Part("maxsize", value.maxsize)] if isinstance(value, queue.Queue) else []
     size = value.qsize()
     is_moved = _ASKING_A_QUEUE.isdisjoint(names.names) and (
         size > 0 or _TAKING.isdisjoint(names.names)

@@ -24,6 +24,7 @@ from functionalize.scalars.live_scalars import left_behind
 from functionalize.util.packages import is_users
 from functionalize.walk.data_parts import CONTAINERS
 from functionalize.walk.fact_text import PLAIN
+from functionalize.walk.object_parts import is_read_by_content
 from functionalize.walk.parts import Held, Visit
 from functionalize.walk.unread import is_observable
 
@@ -163,7 +164,7 @@ def may_move(holder: Visit, visit: Visit) -> bool:
     if issubclass(kind, (nn.Module, torch.optim.Optimizer)):
         is_known = what is not bool
     else:
-        is_known = issubclass(kind, CONTAINERS) or is_of_user(owner)
+        is_known = issubclass(kind, CONTAINERS) or is_of_user(owner) or is_read_by_content(kind)
     return (is_known and not visit.is_loose) or (what in (int, bool) and is_observable(kind))
 
 

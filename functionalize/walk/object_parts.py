@@ -76,6 +76,7 @@ _GENERATED = {"__repr__": TEXT} | dict.fromkeys(
     ("__eq__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__"), EQUALITY
 )
 
+_OF_LOGGERS = ("level", "propagate", "disabled")
 _OF_DESCRIPTORS = ("__func__", "fget", "fset", "fdel", "func", "args", "keywords")
 _RECORDS = ("pybind11_", "PyCapsule")  # what a function of C++ is bound to
 
@@ -84,6 +85,11 @@ _BAR, _WRITER = "tqdm.std.tqdm", "torch.utils.tensorboard.writer.SummaryWriter"
 
 Look = Callable[[Any, NameFilter], Parts]
 _LOOKS: weakref.WeakKeyDictionary[type, Look] = weakref.WeakKeyDictionary()
+# These find all attributes themselves. What any other one finds is the content, to which `look_of` adds attributes.
+_WITH_ATTRIBUTES: set[Look] = {
+    *(objects.users, objects.library, objects.iterator, objects.namespace, objects.of_torch),
+    *(objects.scheduler, method_parts),
+}
 
 
 def parts_of(value: Any, names: NameFilter) -> Parts:
@@ -98,7 +104,20 @@ def parts_of(value: Any, names: NameFilter) -> Parts:
 
 
 def look_of(kind: type) -> Look:
-    """What finds the parts of objects of a class."""
+    """What finds the parts of objects of a class: their content, and the attributes that a script has given them."""
+    look = _content_of(kind)
+    if look in _WITH_ATTRIBUTES or not (kind.__dictoffset__ or objects.slot_names(kind)):
+        return look
+    return lambda value, names: objects.add_own(value, names, look(value, names))
+
+
+def is_read_by_content(kind: type) -> bool:
+    """Whether the attributes in the `__dict__` of an object of a library are those that a script has assigned."""
+    return _content_of(kind) not in _WITH_ATTRIBUTES
+
+
+def _content_of(kind: type) -> Look:
+    """What finds the content of objects of a class."""
     names = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
     if _BAR in names or names[0] == _WRITER or names[0].endswith(LOG_CLASSES):
         return lambda value, names: Parts(Is(value))
@@ -111,7 +130,7 @@ def look_of(kind: type) -> Look:
     if package == "numpy" and any(base.__name__ == "dtype" for base in kind.__mro__):
         return _identity
     if kind.__module__.startswith("numpy.random"):
-        return _plain(data.numpy_generator)
+        return _content(data.numpy_generator)
     if f"{kind.__module__}.{kind.__name__}" in _STATELESS:
         return objects.callable_or_kind
     if package in _OURS:
@@ -132,7 +151,12 @@ def _plain(look: Callable[[Any], Parts]) -> Look:
             found.held = [*found.held, *objects.own_attributes(value, names)]
         return found
 
+    _WITH_ATTRIBUTES.add(parts)
     return parts
+
+
+def _content(look: Callable[[Any], Parts]) -> Look:
+    return lambda value, names: look(value)
 
 
 # -- functions and classes -------------------------------------------------------------------------
@@ -339,7 +363,9 @@ def _logger(value: Any, names: NameFilter) -> Parts:
     logger = value if isinstance(value, logging.Logger) else value.logger
     level = logger.getEffectiveLevel() if isinstance(logger, logging.Logger) else 0
     fact = ("logger", getattr(logger, "name", ""), level, logging.root.manager.disable)
-    return Parts(fact, [] if logger is value else [Part("extra", value.extra)])
+    held = [] if logger is value else [Part("extra", value.extra)]
+    held += [Part(k, getattr(logger, k, None)) for k in _OF_LOGGERS if k in names.names]
+    return Parts(fact, held)
 
 
 def _lock(value: Any, names: NameFilter) -> Parts:
@@ -373,10 +399,10 @@ _BY_TYPE: list[tuple[Any, Look]] = [
     (data.CONTAINERS, _plain(data.container)),
     (data.BUFFERS, _plain(data.buffer)),
     (data.C_DATA, _plain(data.c_data)),
-    (random.Random, _plain(data.random_generator)),
+    (random.Random, _content(data.random_generator)),
     (types.GeneratorType, data.suspended),
     (type(functools.cache(len)), _cached),
-    (io.IOBase, _plain(data.file)),
+    (io.IOBase, _content(data.file)),
     ((queue.Queue, queue.SimpleQueue), data.waiting),
     (_DESCRIPTORS, _identity),
     (weakref.ReferenceType, _weak),
@@ -393,3 +419,4 @@ _BY_TYPE: list[tuple[Any, Look]] = [
     ((argparse.Namespace, types.SimpleNamespace), objects.namespace),
     (data.VALUES, _plain(data.value_parts)),
 ]
+_WITH_ATTRIBUTES |= {_function, _class, _module, _cached, _error, _proxy}

@@ -11,8 +11,10 @@ Invariant: no method of the user is called, and nothing is changed.
 
 from __future__ import annotations
 
+import dis
+import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -107,6 +109,8 @@ class Parts:
     is_opaque: there may be state that is not among the parts.
     attributes: its `__dict__`.
     still: of a part that is moved: objects that determine what is read, and that reading does not change.
+    own: attributes and slots that a script has given an object that is read by its content. own_names: which of them
+    code may read.
     """
 
     fact: Any
@@ -116,6 +120,8 @@ class Parts:
     is_opaque: bool = False
     attributes: dict[str, Any] | None = None
     still: list[Part] = field(default_factory=list)
+    own: list[Part] = field(default_factory=list)
+    own_names: OwnNames | None = None
 
 
 @dataclass(slots=True)
@@ -204,6 +210,58 @@ def own_attributes(value: Any, names: NameFilter) -> list[Part]:
     return [*held, *_slots(value, names, every)]
 
 
+class OwnNames:
+    """The attributes that count of an object that is read by its content: not those that its library keeps content in."""
+
+    __slots__ = ("_content", "_names")
+
+    def __init__(self, kind: type, names: NameFilter) -> None:
+        self._content, self._names = _of_content(kind), names
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._names and key not in self._content and key != OWN_VALUES
+
+
+def add_own(value: Any, names: NameFilter, found: Parts) -> Parts:
+    """Add to the content of an object what a script has given it: attributes, and slots of its subclass."""
+    found.own_names = OwnNames(type(value), names)
+    table = table_of(value) or {}
+    found.own = [attribute(table, key, key in found.own_names) for key in list(table)]
+    found.own += slots_of(value, found.own_names)
+    return found
+
+
+def slots_of(value: Any, names: Container[Any]) -> list[Part]:
+    """What is in the slots of an object."""
+    return list(_slots(value, names, False))
+
+
+@functools.cache
+def slot_names(kind: type) -> frozenset[str]:
+    """The names of the slots of a class, which have a descriptor each."""
+    return frozenset(
+        name
+        for base in kind.__mro__[:-1]
+        if "__slots__" in vars(base)
+        for name, slot in vars(base).items()
+        if isinstance(slot, types.MemberDescriptorType)
+    )
+
+
+@functools.cache
+def _of_content(kind: type) -> frozenset[str]:
+    """The attributes that the methods of libraries' classes assign."""
+    return frozenset(
+        step.argval
+        for base in kind.__mro__
+        if not is_users(base.__module__)
+        for method in vars(base).values()
+        if isinstance(method, types.FunctionType)
+        for step in dis.get_instructions(method.__code__)
+        if step.opname == "STORE_ATTR"
+    ) | {"__wrapped__", "__doc__", "__module__", "__name__", "__qualname__", "__annotations__"}
+
+
 _PLAIN_BASES = ("builtins", "abc", "typing", "enum")
 
 
@@ -232,7 +290,7 @@ def table_of(value: Any) -> dict[str, Any] | None:
     return table if isinstance(table, dict) else None
 
 
-def _slots(value: Any, names: NameFilter, every: bool) -> Iterator[Part]:
+def _slots(value: Any, names: Container[Any], every: bool) -> Iterator[Part]:
     for base in type(value).__mro__[:-1]:
         for name, slot in list(vars(base).items()) if "__slots__" in vars(base) else ():
             if isinstance(slot, types.MemberDescriptorType):

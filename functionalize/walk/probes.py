@@ -38,9 +38,19 @@ from functionalize.walk.data_parts import CLASSES, NAMESPACES
 from functionalize.walk.fact_text import PLAIN
 from functionalize.walk.live_places import NO_PLACES, LivePlaces, may_live
 from functionalize.walk.object_parts import is_patchable, parts_of, registered, subclasses
-from functionalize.walk.parts import Held, Part, Parts, has_only_attributes
+from functionalize.walk.parts import (
+    Held,
+    OwnNames,
+    Part,
+    Parts,
+    has_only_attributes,
+    slot_names,
+    slots_of,
+    table_of,
+)
 
 Names = Container[Any] | None
+_SELECTIONS = (frozenset, OwnNames)  # of the other names in a table, some change at every call
 _values = methodcaller("values")
 # Of these types, the parts of an object never change.
 _FIXED = frozenset(
@@ -67,6 +77,7 @@ class Probes:
         self._functions: list[tuple[types.FunctionType, Any, Any, Any]] = []
         self._attributes: list[tuple[Any, str, Any]] = []
         self._looks: list[tuple[Any, Any, list[Any]]] = []
+        self._slots: list[tuple[Any, list[Any]]] = []
         self._with_tensors: list[tuple[Any, tuple[Any, ...], list[Any]]] = []
         self._values: list[tuple[Callable[[], Any], Any]] = []
         self._optimizers: list[tuple[Optimizer, Callable[[Optimizer], Any], Any]] = []
@@ -131,6 +142,20 @@ class Probes:
             tokens = [self._token(p.value, p.place) for p in parts.held if p.is_named]
             self._looks.append((value, parts.fact, tokens))
         return None
+
+    def add_own(self, value: Any, parts: Parts) -> None:
+        """What a script has given an object that is read by its content."""
+        if self._is_given_up:
+            return
+        table, kind = table_of(value), type(value)
+        if table is not None:
+            self._kinds.append((value, kind))
+            if type.__getattribute__(kind, "__getattribute__") is object.__getattribute__:
+                self._attributes.append((value, "__dict__", table))
+            self.add_table(table, parts.own_names)
+        if slot_names(kind):
+            tokens = [self._token(p.value, p.place) for p in self._slots_of(value)]
+            self._slots.append((value, tokens))
 
     def add_list(self, items: list[Any]) -> None:
         """A list."""
@@ -256,6 +281,7 @@ class Probes:
             and all(type(value) is kind for value, kind in self._kinds)
             and all(getattr(owner, name, None) is value for owner, name, value in self._attributes)
             and all(self._looks_hold(*look) for look in self._looks)
+            and all(self._slots_hold(*each) for each in self._slots)
             and all(read() == value for read, value in self._values)
             and all(read(optimizer) == was for optimizer, read, was in self._optimizers)
         )
@@ -271,7 +297,7 @@ class Probes:
         Names of tables that no code reads count as well here, so that the facts may fail where `hold` would not.
         """
         for table, keys, values, names in self._tables:
-            if type(names) is not frozenset:
+            if type(names) not in _SELECTIONS:
                 facts.table(table)
             else:  # of the others, some change at every call
                 facts.read(partial(_names_hold, table, keys, values, names))
@@ -285,7 +311,7 @@ class Probes:
         for items, _ in self._lists:
             facts.elements(items)
         for holder, keys, tokens in self._with_tensors:
-            if {*map(type, tokens), *map(type, keys)} & {_LiveKind, frozenset}:
+            if {*map(type, tokens), *map(type, keys)} & {_LiveKind, *_SELECTIONS}:
                 facts.read(partial(self._with_tensors_holds, holder, keys, tokens))
             else:
                 facts.table(holder) if keys else facts.elements(holder)
@@ -320,6 +346,8 @@ class Probes:
                 kinds.update(kind.__mro__)
             else:
                 facts.read(partial(self._looks_hold, *look))
+        for each in self._slots:
+            facts.read(partial(self._slots_hold, *each))
         for kind in kinds:  # none of them gets a method or a property
             facts.names(vars(kind), lambda _: ())
         for read, _ in self._values:
@@ -338,6 +366,14 @@ class Probes:
             return len(holder) == len(tokens) and all(map(_is, tokens, holder))
         wanted, names = keys
         return _keys(holder, names) == wanted and all(map(_is, tokens, map(holder.get, wanted)))
+
+    def _slots_hold(self, value: Any, tokens: list[Any]) -> bool:
+        now = self._slots_of(value)
+        return len(now) == len(tokens) and all(map(_is, tokens, [part.value for part in now]))
+
+    def _slots_of(self, value: Any) -> list[Part]:
+        own = slots_of(value, OwnNames(type(value), self._names))
+        return [part for part in own if part.is_named]
 
     def _looks_hold(self, value: Any, fact: Any, tokens: list[Any]) -> bool:
         now = parts_of(value, self._names)

@@ -14,6 +14,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -200,6 +201,14 @@ class PythonState:
         for part in parts.still:
             still = Visit(visit.path, visit.name, None, is_fact=visit.is_fact, is_loose=True)
             self._push(still, part)
+        itself = replace(visit)  # what a script gives an object is not moved with its content
+        if not issubclass(kind, (type, types.FunctionType)):
+            self._class_of(itself, kind)
+        if parts.own_names is not None:
+            if visit.is_fact and visit.moving is None:
+                self.probes.add_own(value, parts)
+            for part in parts.own:
+                self._push(itself, part)
         if parts.is_moved and visit.moving is None:
             visit.moving = visit.path
             self.movers[visit.path] = value, visit.place
@@ -219,8 +228,6 @@ class PythonState:
             self.roots.add_object(visit, parts.attributes)
         for part in parts.held:
             self._push(visit, part, parts.is_loose)
-        if not issubclass(kind, (type, types.FunctionType)):
-            self._class_of(visit, kind)
         return None
 
     def _is_live_list(self, value: Any) -> bool:
