@@ -101,7 +101,7 @@ class SurroundingsGuard:
         Without those that may reach C code for exact numbers.
         """
         was = self.state
-        if self.stale is not None or was.probes.hold(leaves):
+        if self.stale is not None or not was.takes(leaves) or was.probes.hold(leaves):
             return NO_PLACES
         now = walked_again(self.fn, leaves, was, is_replay=False)
         paths = {

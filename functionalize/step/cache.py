@@ -130,10 +130,16 @@ def key_of(leaves: Sequence[Any], spec: Any) -> Hashable:
     return (spec, odd_keys(spec), *[_key_of_leaf(leaf) for leaf in leaves])
 
 
+def _kind_of(leaf: Tensor) -> tuple[type, ...]:
+    kind = type(leaf)
+    return () if kind is Tensor else (kind,)
+
+
 def _key_of_leaf(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         try:
-            return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
+            # A subclass has a `__torch_function__` of its own, and code may ask for the type.
+            return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, *_kind_of(leaf)
         except RuntimeError:  # a nested tensor, which is refused when the call is recorded
             return "nested", leaf.dtype
     if isinstance(leaf, (float, complex)):

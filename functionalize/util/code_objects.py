@@ -28,10 +28,13 @@ def _constant(value: Any) -> Any:
 
 
 def is_generated(code: types.CodeType) -> bool:
-    """Whether the code is of a method that `dataclasses` made."""
-    return code.co_filename == "<string>" or code.co_filename.endswith(
-        ("dataclasses.py", "reprlib.py")
-    )
+    """Whether the code is of a method that `dataclasses` made.
+
+    Code that a script gives to `exec` or to `python -c` has the same file name, and another qualified name.
+    """
+    if code.co_filename.endswith(("dataclasses.py", "reprlib.py")):
+        return True
+    return code.co_filename == "<string>" and code.co_qualname.startswith("__create_fn__.")
 
 
 # -- closures as data ------------------------------------------------------------------------------

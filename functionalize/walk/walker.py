@@ -238,6 +238,11 @@ class PythonState:
         self.seen[id(value)] = ()
         return True
 
+    def takes(self, leaves: Sequence[Any]) -> bool:
+        """Whether arguments have as many leaves as those of this walk."""
+        names = self.roots.arguments
+        return not names or len(names) == len(leaves)
+
     def forget_slots(self) -> None:
         """Release what only a recording needs."""
         self.slots, self.lists, self.owners, self.movers = [], [], {}, {}
