@@ -113,6 +113,10 @@ def _facts(module: nn.Module, live: LivePlaces) -> dict[str, Any]:
         if type(found[key]) in LIVE_NUMBERS:
             found[key] = type(found[key])
     found["children"] = [id(child) for child in table.get("_modules", {}).values()]
+    kinds = {key: type(each) for key, each in table.get("_buffers", {}).items()}
+    for key, kind in kinds.items():
+        if kind not in (Tensor, type(None)):
+            found[f"the type of {key}"] = f"{kind.__module__}.{kind.__qualname__}"
     for key in _REGISTRIES:
         found[key] = list(table.get(key, {}).keys())  # a scripted module's can be iterated only so
     return found

@@ -110,9 +110,10 @@ def _any_needs_exact(todo: list[Code]) -> bool:
 
 def _attribute(value: Any, name: str) -> Any:
     """An attribute of a Python module or of an object of the user, found without code of the user; None: unknown."""
-    if isinstance(value, ModuleType):
+    kind = type(value)  # `isinstance` asks a weak proxy, whose object may be dead
+    if issubclass(kind, ModuleType):
         return getattr(value, name, None)
-    kind = value if isinstance(value, type) else type(value)
+    kind = value if issubclass(kind, type) else kind
     if not is_users(kind.__module__) or issubclass(kind, (nn.Module, Tensor)):
         return vars(kind).get(name) if is_users(kind.__module__) else None
     try:
@@ -166,9 +167,10 @@ def _function(value: FunctionType) -> Iterator[Code]:
 
 def _package(value: Any) -> str:
     """The package of a module, or of a function or class."""
-    if isinstance(value, ModuleType):
-        return value.__name__.partition(".")[0]
-    plain = isinstance(value, (type, FunctionType, BuiltinFunctionType))
+    kind = type(value)
+    if issubclass(kind, ModuleType):
+        return str(value.__name__).partition(".")[0]
+    plain = issubclass(kind, (type, FunctionType, BuiltinFunctionType))
     return str(value.__module__).partition(".")[0] if plain else ""
 
 

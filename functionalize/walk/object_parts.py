@@ -61,7 +61,7 @@ _DESCRIPTORS = (
     types.UnionType,
 )  # fmt: skip
 _STATELESS = frozenset(
-    {"_thread.RLock", "_multiprocessing.SemLock", "builtins.object", "builtins.NoneType"}
+    {"builtins.object", "builtins.NoneType"}
     | {"builtins.ellipsis", "builtins.NotImplementedType", "numpy.ufunc", "typing.TypeVar"}
     | {"numpy._ArrayFunctionDispatcher", "builtins.traceback", "builtins.frame", "_ctypes.CField"}
     | {"builtins.instancemethod"}
@@ -76,6 +76,7 @@ _GENERATED = {"__repr__": TEXT} | dict.fromkeys(
     ("__eq__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__"), EQUALITY
 )
 
+_ASKING_A_LOCK = frozenset({"locked", "acquire", "acquire_lock"})
 _OF_LOGGERS = ("level", "propagate", "disabled")
 _OF_DESCRIPTORS = ("__func__", "fget", "fset", "fdel", "func", "args", "keywords")
 _RECORDS = ("pybind11_", "PyCapsule")  # what a function of C++ is bound to
@@ -131,6 +132,8 @@ def _content_of(kind: type) -> Look:
         return _identity
     if kind.__module__.startswith("numpy.random"):
         return _content(data.numpy_generator)
+    if "_multiprocessing.SemLock" in names:
+        return _semaphore
     if f"{kind.__module__}.{kind.__name__}" in _STATELESS:
         return objects.callable_or_kind
     if package in _OURS:
@@ -345,7 +348,10 @@ def _weak(value: Any, names: NameFilter) -> Parts:
 
 def _proxy(value: Any, names: NameFilter) -> Parts:
     """What a weak proxy stands for. A dead one raises `ReferenceError`, in whichever way it is used."""
-    table, kind = value.__dict__, value.__class__
+    try:
+        table, kind = value.__dict__, value.__class__
+    except ReferenceError:
+        return Parts("dead weak proxy")
     held = [attribute(table, key, key in names) for key in list(table)]
     known = frozenset(part.key for part in held if part.is_named)
     return Parts(("object", kind, known), [*held, *class_parts(kind, names)])
@@ -369,7 +375,17 @@ def _logger(value: Any, names: NameFilter) -> Parts:
 
 
 def _lock(value: Any, names: NameFilter) -> Parts:
-    return Parts((type(value), value.locked() if "locked" in names.names else None))
+    is_asked = not _ASKING_A_LOCK.isdisjoint(names.names)
+    # A recursive lock says only in its text whether it is held.
+    return Parts((type(value), repr(value).startswith("<locked") if is_asked else None))
+
+
+def _semaphore(value: Any, names: NameFilter) -> Parts:
+    """What the locks, semaphores and events of multiprocessing consist of. Not every system can read its count."""
+    try:
+        return Parts((type(value), value._get_value()))
+    except (NotImplementedError, OSError):
+        return Parts(type(value), is_opaque=True)
 
 
 def _view(value: Any, names: NameFilter) -> Parts:
@@ -410,7 +426,7 @@ _BY_TYPE: list[tuple[Any, Look]] = [
     (contextvars.ContextVar, _variable),
     (type(os.environ), _environ),
     ((type({}.keys()), type({}.values()), type({}.items())), _view),
-    (type(threading.Lock()), _lock),
+    ((type(threading.Lock()), type(threading.RLock())), _lock),
     ((logging.Logger, logging.LoggerAdapter), _logger),
     (GradScaler, objects.scaler),
     (LRScheduler, objects.scheduler),

@@ -195,6 +195,7 @@ _STATE_OF_TORCH = (
     *("torch.autograd.graph", "torch.distributions", "torch.nn.attention"),
     "torch.distributed.fsdp._fully_shard._fsdp_api",
 )
+_OPAQUE = frozenset({"Store", "Future"})  # other threads and processes change what they hold
 _BY_TEXT = frozenset({"finfo", "iinfo", "Tag", "qscheme", "ReduceOp", "Placement"})
 
 
@@ -211,7 +212,7 @@ def own_attributes(value: Any, names: NameFilter) -> list[Part]:
 
 
 class OwnNames:
-    """The attributes that count of an object that is read by its content: not those that its library keeps content in."""
+    """The attributes that count of an object that is read by its content: without those that hold content."""
 
     __slots__ = ("_content", "_names")
 
@@ -386,6 +387,8 @@ def of_torch(value: Any, names: NameFilter) -> Parts:
         return Parts(("kind", kind), [Part("__wrapped__", wrapped)])
     if is_group(value):
         return Parts((kind, GroupToken(group_name(value))))
+    if not _OPAQUE.isdisjoint(base.__name__ for base in kind.__mro__):
+        return Parts(Is(value), is_opaque=True)
     if not _BY_TEXT.isdisjoint(base.__name__ for base in kind.__mro__):
         return Parts((kind, str(getattr(value, "op", value))))
     if hasattr(kind, "__members__"):  # an enumeration of C++

@@ -147,10 +147,10 @@ class Probes:
         """What a script has given an object that is read by its content."""
         if self._is_given_up:
             return
-        table, kind = table_of(value), type(value)
+        table, kind = table_of(value), cast(Any, type(value))
         if table is not None:
             self._kinds.append((value, kind))
-            if type.__getattribute__(kind, "__getattribute__") is object.__getattribute__:
+            if type(kind.__getattribute__) is types.WrapperDescriptorType:
                 self._attributes.append((value, "__dict__", table))
             self.add_table(table, parts.own_names)
         if slot_names(kind):
@@ -346,8 +346,8 @@ class Probes:
                 kinds.update(kind.__mro__)
             else:
                 facts.read(partial(self._looks_hold, *look))
-        for each in self._slots:
-            facts.read(partial(self._slots_hold, *each))
+        for given in self._slots:
+            facts.read(partial(self._slots_hold, *given))
         for kind in kinds:  # none of them gets a method or a property
             facts.names(vars(kind), lambda _: ())
         for read, _ in self._values:

@@ -10,10 +10,11 @@ Invariant: the same state gives the same facts in the same order. Nothing is cha
 
 from __future__ import annotations
 
+import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -120,6 +121,7 @@ class PythonState:
         self._of_modules: set[int] = set()  # ids of lists and tuples that are attributes of modules
         # In this order: facts, objects that determine no ops, parts of what is read only by changing it.
         self._queue, self._unnamed, self._moved = (deque[Visit]() for _ in range(3))
+        self._weak = deque[Visit]()  # what weak references lead to
         self._classes: set[tuple[type, bool]] = set()
         self._alive: list[Any] = []  # keeps objects alive, so that their ids are not reused
 
@@ -144,6 +146,9 @@ class PythonState:
                 if all(self.late[done][1] is not known for _, known in self.late[:done]):
                     self._inside(*self.late[done])
                 done += 1  # an object of `late` may be found again
+            elif self._weak:
+                self._may_die(self._weak[0])
+                self._visit(self._weak.popleft())
             elif self._moved:
                 self._visit(self._moved.popleft())
             else:
@@ -217,9 +222,8 @@ class PythonState:
         self._note(visit, parts.fact)
         if visit.is_fact and visit.moving is None:
             self.probes.add(value, parts)
-        leads_to = type(value()) if issubclass(kind, weakref.ReferenceType) else type(None)
-        if not issubclass(leads_to, (*_KEPT, type(None))):
-            self.probes.give_up()
+        if issubclass(kind, weakref.ReferenceType):
+            return self._weakly(visit, value())
         if parts.is_opaque and visit.is_fact:
             self.opaque.append(f"`{text_of(visit.path)}` ({with_article(kind.__name__)})")
         if issubclass(kind, CONTAINERS):
@@ -229,6 +233,39 @@ class PythonState:
         for part in parts.held:
             self._push(visit, part, parts.is_loose)
         return None
+
+    def _weakly(self, visit: Visit, value: Any) -> None:
+        """What a weak reference leads to. It is visited after all that is held: see `_may_die`."""
+        if not issubclass(type(value), (*_KEPT, type(None))):
+            self.probes.give_up()
+        reached = replace(visit, value=value, place=None)
+        if value is None or visit.moving is not None or not visit.is_fact:
+            return self._visit(reached)
+        return self._weak.append(reached)
+
+    def _may_die(self, visit: Visit) -> None:
+        """Refuse a weak reference whose object would live as long as the program, and may die before in eager."""
+        value, kind = visit.value, type(visit.value)
+        is_kept = issubclass(kind, (*_KEPT, *CONTAINERS, type, types.FunctionType))
+        if self._is_replay or not is_kept or id(value) in self.seen or id(value) in self._searched:
+            return
+        if issubclass(kind, Tensor):
+            known = {id(tensor) for tensor in self._tensors_of_roots()}
+        else:
+            home = vars(sys.modules.get(getattr(value, "__module__", None) or "", types))
+            known = {id(each) for each in list(home.values())}
+        if id(value) not in known:
+            what = (
+                f"a weak reference to {with_article(kind.__name__)} that nothing else there holds"
+            )
+            self.opaque.append(f"`{text_of(visit.path)}` ({what})")
+
+    def _tensors_of_roots(self) -> Iterator[Any]:
+        for _, module in self.roots.walk():
+            yield from (*module._parameters.values(), *module._buffers.values())
+        for optimizer in self.roots.optimizers.values():
+            for group in optimizer.param_groups:
+                yield from group["params"]
 
     def _is_live_list(self, value: Any) -> bool:
         if not self.live.lists or id(value) not in self.live.lists:
