@@ -121,7 +121,7 @@ def _content_of(kind: type) -> Look:
     """What finds the content of objects of a class."""
     names = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
     if _BAR in names or names[0] == _WRITER or names[0].endswith(LOG_CLASSES):
-        return lambda value, names: Parts(Is(value))
+        return _repeated
     for kinds, look in _BY_TYPE:
         if issubclass(kind, kinds):
             return look
@@ -338,6 +338,11 @@ def _module(module: types.ModuleType, names: NameFilter) -> Parts:
 # -- other objects -------------------------------------------------------------------------------------
 
 
+def _repeated(value: Any, names: NameFilter) -> Parts:
+    """An object of a library that a step uses by calls that a replay makes again."""
+    return Parts(Is(value))
+
+
 def _identity(value: Any, names: NameFilter) -> Parts:
     return Parts(value)
 
@@ -435,4 +440,4 @@ _BY_TYPE: list[tuple[Any, Look]] = [
     ((argparse.Namespace, types.SimpleNamespace), objects.namespace),
     (data.VALUES, _plain(data.value_parts)),
 ]
-_WITH_ATTRIBUTES |= {_function, _class, _module, _cached, _error, _proxy}
+_WITH_ATTRIBUTES |= {_function, _class, _module, _cached, _error, _proxy, _repeated}

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
+import logging
 import types
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -227,7 +229,7 @@ def add_own(value: Any, names: NameFilter, found: Parts) -> Parts:
     """Add to the content of an object what a script has given it: attributes, and slots of its subclass."""
     found.own_names = OwnNames(type(value), names)
     table = table_of(value) or {}
-    found.own = [attribute(table, key, key in found.own_names) for key in list(table)]
+    found.own = [attribute(table, key) for key in list(table) if key in found.own_names]
     found.own += slots_of(value, found.own_names)
     return found
 
@@ -251,16 +253,24 @@ def slot_names(kind: type) -> frozenset[str]:
 
 @functools.cache
 def _of_content(kind: type) -> frozenset[str]:
-    """The attributes that the methods of libraries' classes assign."""
+    """The attributes that the methods of libraries' classes assign. A logger's parent is assigned by its manager."""
     return frozenset(
         step.argval
         for base in kind.__mro__
         if not is_users(base.__module__)
         for method in vars(base).values()
         if isinstance(method, types.FunctionType)
-        for step in dis.get_instructions(method.__code__)
+        for step in dis.get_instructions(inspect.unwrap(method).__code__)
         if step.opname == "STORE_ATTR"
-    ) | {"__wrapped__", "__doc__", "__module__", "__name__", "__qualname__", "__annotations__"}
+    ) | {
+        "parent" if issubclass(kind, logging.Logger) else "__wrapped__",
+        "__wrapped__",
+        "__doc__",
+        "__module__",
+        "__name__",
+        "__qualname__",
+        "__annotations__",
+    }
 
 
 _PLAIN_BASES = ("builtins", "abc", "typing", "enum")
