@@ -236,6 +236,15 @@ class _Ranks(tuple[int, ...]):
     __hash__ = tuple.__hash__
 
 
+def dtensor_type() -> tuple[type, ...]:
+    """The class of DTensors, if this torch has it."""
+    try:
+        from torch.distributed.tensor import DTensor
+    except ImportError:
+        return ()
+    return (DTensor,)
+
+
 def dtensor_parts() -> tuple[list[Any], dict[Any, tuple[str, ...]]]:
     """The dataclasses in a DTensor's spec; the placement classes, each with the attributes that it is made from."""
     try:

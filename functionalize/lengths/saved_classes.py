@@ -23,9 +23,10 @@ from functionalize.lengths.proofs import KnownPath, Proof
 from functionalize.lengths.references import Reference
 from functionalize.lengths.signature_template import SignatureTemplate
 from functionalize.lengths.size_facts import ComputedSize, SizeFacts
-from functionalize.program.json_codec import Form, Json, is_target, plain_form
+from functionalize.program.field_types import checked
+from functionalize.program.json_codec import Form, Json, plain_form
 from functionalize.program.program import Program
-from functionalize.program.program_file import Reader, Writer
+from functionalize.program.program_file import Reader, Writer, check_function
 from functionalize.templates.fitting import Formula
 from functionalize.templates.leaves import leaves_of
 from functionalize.templates.symbols import Symbols
@@ -44,9 +45,8 @@ def _formula(*values: Any) -> Formula:
 
 
 def _computed(function: Any, args: Any) -> ComputedSize:
-    if not is_target(function):
-        raise LoadError(f"calls {function!r}, which is no function of numbers: damaged")
-    return ComputedSize(function, args)
+    check_function(function, args)
+    return ComputedSize(*checked(ComputedSize, (function, args)))
 
 
 FORMS: tuple[Form, ...] = (

@@ -2,32 +2,34 @@
 
     metadata.json    versions, world, sizes: checked first, without reading the rest
     programs.json    records (see json_codec.py) and, per program, its nodes and fields (see program_file.py)
-    constants.pt     constants of the programs, by `torch.save`, read with `weights_only=True`
+    constants.bin    the bytes of the constants' storages, one after the other; programs.json says which tensors they are
 
-Invariant: a file is written as a whole or not at all.
-Refusals: `LoadError` for a file that does not exist, is damaged, or was written by other versions.
+Invariant: a file is written as a whole or not at all. Nothing is unpickled. No more memory is taken than the sizes of
+the entries say, and no entry says more than its compressed bytes can hold.
+Refusals: `LoadError` for a file that does not exist, is damaged, or was written by other versions; `SaveError` for a
+constant that is not plain bytes (sparse, quantized).
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
-import io
 import json
 import os
 import platform
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
-from functionalize.errors import FunctionalizeError, LoadError
+from functionalize.errors import FunctionalizeError, LoadError, SaveError
 
-FORMAT = 2
+FORMAT = 3
 FilePath = str | os.PathLike[str]
 Json = Any
 
@@ -59,14 +61,17 @@ def check_versions(metadata: Json) -> None:
 
 # -- files -----------------------------------------------------------------------------------------
 
-_METADATA, _PROGRAMS, _CONSTANTS = "metadata.json", "programs.json", "constants.pt"
+_METADATA, _PROGRAMS, _CONSTANTS = "metadata.json", "programs.json", "constants.bin"
 _LARGEST = 2**31  # bytes of JSON: far above any program, below what would exhaust a machine
+_DEFLATED = 1100  # bytes, at most, that one byte of a deflated entry makes
+_REPETITIVE = 200  # the same of JSON that is longer than `_SHORT`: as objects it takes ten times its bytes
+_SHORT = 2**22
 
 
 def write(path: FilePath, metadata: Json, content: Json, constants: Mapping[str, Tensor]) -> None:
     """Write a file atomically: an existing file is replaced when the new one is complete."""
-    tensors = io.BytesIO()
-    torch.save(dict(constants), tensors)
+    described, storages = _described(constants)
+    content = {**content, "constants": described}
     path = Path(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -76,7 +81,9 @@ def write(path: FilePath, metadata: Json, content: Json, constants: Mapping[str,
         ):
             archive.writestr(_METADATA, json.dumps(metadata, indent=1))
             archive.writestr(_PROGRAMS, json.dumps(content, separators=(",", ":")))
-            archive.writestr(_CONSTANTS, tensors.getvalue())
+            with archive.open(_CONSTANTS, "w", force_zip64=True) as entry:
+                for storage in storages:
+                    entry.write(storage)
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except BaseException:
@@ -98,22 +105,30 @@ def read_metadata(path: FilePath) -> Json:
 def read(path: FilePath) -> tuple[Json, dict[str, Tensor]]:
     """Content and constants."""
     content = json.loads(_entry(path, _PROGRAMS))
-    data = io.BytesIO(_entry(path, _CONSTANTS))
-    try:
-        constants = torch.load(data, weights_only=True)
-    except Exception as error:
-        raise LoadError(f"has constants that cannot be read, it is damaged: {error}") from error
-    if not isinstance(constants, dict) or not all(type(t) is Tensor for t in constants.values()):
-        raise LoadError("has constants that are no tensors: it is damaged")
-    return content, constants
+    with _opened(path, _CONSTANTS) as (entry, size):
+        return content, _constants(content["constants"], entry, size)
 
 
 def _entry(path: FilePath, name: str) -> bytes:
+    with _opened(path, name) as (entry, size):
+        if size > _LARGEST:
+            raise LoadError(f"has a {name} of more than {_LARGEST} bytes: it is damaged")
+        return entry.read()
+
+
+@contextlib.contextmanager
+def _opened(path: FilePath, name: str) -> Iterator[tuple[IO[bytes], int]]:
+    """An entry, and its size, which its compressed bytes can hold."""
     try:
         with zipfile.ZipFile(path) as archive:
-            if archive.getinfo(name).file_size > _LARGEST:
-                raise LoadError(f"has a {name} of more than {_LARGEST} bytes: it is damaged")
-            return archive.read(name)
+            info = archive.getinfo(name)
+            packed, most = info.compress_size, _DEFLATED
+            if name != _CONSTANTS and info.file_size > _SHORT:
+                most = _REPETITIVE
+            if packed > os.path.getsize(path) or info.file_size > most * packed + 64:
+                raise LoadError(f"has a {name} that says it is larger than it can be: it is damaged")
+            with archive.open(info) as entry:
+                yield entry, info.file_size
     except FileNotFoundError as error:
         raise LoadError("is not there") from error
     except (
@@ -124,7 +139,75 @@ def _entry(path: FilePath, name: str) -> bytes:
         OSError,
         NotImplementedError,
     ) as error:
-        raise LoadError(f"is no saved program, or is damaged: {error}") from error
+        raise LoadError(f"is no saved program, or is damaged: {_line(error)}") from error
+
+
+# -- constants -------------------------------------------------------------------------------------
+
+
+def _described(constants: Mapping[str, Tensor]) -> tuple[Json, list[Any]]:
+    """The tensors by name, and the bytes of their storages. Tensors that share a storage share it again when read."""
+    storages: dict[int, int] = {}
+    sizes: list[int] = []
+    parts: list[Any] = []
+    tensors: dict[str, Json] = {}
+    for name, tensor in constants.items():
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise SaveError(f"has the constant `{name}`, a tensor that is not plain bytes")
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        storage = tensor.untyped_storage()
+        index = storages.setdefault(storage._cdata, len(sizes))
+        if index == len(sizes):
+            sizes.append(storage.nbytes())
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            parts.append(memoryview(whole.cpu().numpy()))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        window = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
+        tensors[name] = [index, dtype, *window, str(tensor.device)]
+    return {"storages": sizes, "tensors": tensors}, parts
+
+
+def _constants(described: Json, entry: IO[bytes], size: int) -> dict[str, Tensor]:
+    sizes = described["storages"]
+    if not all(type(n) is int and n >= 0 for n in sizes) or sum(sizes) != size:
+        raise LoadError("has constants of other sizes than it says: it is damaged")
+    bases = []
+    for nbytes in sizes:
+        base = torch.empty(nbytes, dtype=torch.uint8)
+        _fill(entry, memoryview(base.numpy()))
+        bases.append(base)
+    if entry.read(1):
+        raise LoadError("has more constants than it says: it is damaged")
+    moved: dict[tuple[int, torch.device], Tensor] = {}
+    found: dict[str, Tensor] = {}
+    for name, (index, dtype, shape, stride, offset, device) in described["tensors"].items():
+        kind, place = getattr(torch, dtype, None), torch.device(device)
+        numbers = (index, offset, *shape, *stride)
+        if not isinstance(kind, torch.dtype) or any(type(n) is not int or n < 0 for n in numbers):
+            raise LoadError(f"has the constant `{name:.80}`, which is none: it is damaged")
+        if index >= len(bases) or len(shape) != len(stride):
+            raise LoadError(f"has the constant `{name:.80}` of no storage: it is damaged")
+        last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1
+        if 0 not in shape and last * kind.itemsize > sizes[index]:
+            raise LoadError(f"has the constant `{name:.80}` beyond its storage: it is damaged")
+        if any(n >= 2**62 for n in numbers):
+            raise LoadError(f"has the constant `{name:.80}` of a size that none has: it is damaged")
+        if (index, place) not in moved:
+            moved[index, place] = bases[index].to(place)
+        storage = moved[index, place].untyped_storage()
+        made = torch.empty(0, dtype=kind, device=place)
+        found[name] = made.set_(storage, 0 if 0 in shape else offset, tuple(shape), tuple(stride))
+    return found
+
+
+def _fill(entry: IO[bytes], into: memoryview) -> None:
+    at = 0
+    while at < len(into):
+        part = entry.read(min(len(into) - at, 1 << 20))
+        if not part:
+            raise EOFError("its constants end too early")
+        into[at : at + len(part)] = part
+        at += len(part)
 
 
 def refusal(path: FilePath, error: FunctionalizeError, verb: str) -> FunctionalizeError:
@@ -136,6 +219,11 @@ def refusal(path: FilePath, error: FunctionalizeError, verb: str) -> Functionali
 
 def damaged(error: Exception) -> LoadError:
     """The `LoadError` for an exception that reading an undamaged file cannot raise."""
-    reported = LoadError(f"is damaged: {type(error).__name__}: {error}")
+    reported = LoadError(f"is damaged: {type(error).__name__}: {_line(error)}")
     reported.__cause__ = error
     return reported
+
+
+def _line(error: Exception) -> str:
+    """The first line of an error's message."""
+    return next(iter(str(error).splitlines()), "")[:300]

@@ -9,7 +9,9 @@ of `forms` are written out. An object of a form is written once, however many ot
 the program (a module, an optimizer) is written as a name, which is resolved to an object of the reading process.
 
 Invariant: reading imports nothing, unpickles nothing, and calls nothing but the constructors of `forms`,
-numpy's and torch's own. Types are those that are imported already.
+numpy's and torch's own. Nothing is looked up by a name of a file but in tables that are made before it is read: forms,
+functions, types (known_types.py), torch's ops (callable_ops.py), dtypes, live objects. The fields of a form are
+checked against its annotations (field_types.py).
 Refusals: `SaveError`, with the path to the value, for a value without a form or name, or of a type defined inside a
 function; `LoadError` for a type, op or object that does not exist here, and for damaged JSON.
 """
@@ -22,8 +24,8 @@ import enum
 import functools
 import math
 import operator
-import sys
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -34,8 +36,16 @@ from functionalize._compat.graphs import pytree
 from functionalize.errors import LoadError, SaveError
 from functionalize.ir.commit import commit
 from functionalize.ir.scalars import OF_MATH
+from functionalize.program.callable_ops import op_of
+from functionalize.program.field_types import checked
+from functionalize.program.known_types import Types, type_name
 
 Json = Any
+
+
+def _nothing_before(value: Any) -> Iterable[Any]:
+    """No parts that are written first."""
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +59,19 @@ class Form:
     kind: type
     save: Callable[[Any], tuple[Any, ...]]
     load: Callable[..., Any]
-    before: Callable[[Any], Iterable[Any]] = lambda value: ()
+    before: Callable[[Any], Iterable[Any]] = _nothing_before
 
 
 def plain_form(kind: Any) -> Form:
-    """The form of a dataclass or a named tuple: its fields."""
+    """The form of a dataclass or a named tuple: its fields, which a file must hold in the declared types."""
     if issubclass(kind, tuple):
-        return Form(kind, tuple, kind)
+        return Form(kind, tuple, lambda *values: kind(*checked(kind, values)))
     names = tuple(f.name for f in fields(kind))
-    return Form(kind, lambda value: tuple(getattr(value, n) for n in names), kind)
+    return Form(
+        kind,
+        lambda value: tuple(getattr(value, n) for n in names),
+        lambda *values: kind(*checked(kind, values)),
+    )
 
 
 # -- functions -------------------------------------------------------------------------------------
@@ -91,34 +105,6 @@ def is_function(value: Any) -> bool:
 def is_target(value: Any) -> bool:
     """Whether a value is an op or a function that programs call."""
     return isinstance(value, _OVERLOAD) or is_function(value)
-
-
-def _op_of(name: str) -> Any:
-    namespace, packet, overload = name.split(".")
-    found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    if not isinstance(found, _OVERLOAD):
-        raise AttributeError(name)
-    return found
-
-
-def _type_name(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def type_of(name: str) -> type:
-    """The type of that name in a module that is imported; raises `LoadError`."""
-    if name == _type_name(type(None)):
-        return type(None)
-    module, _, path = name.partition(":")
-    if module not in sys.modules:
-        raise LoadError(f"needs the type {path} of the module {module}, which is not imported here")
-    try:
-        found = functools.reduce(getattr, path.split("."), sys.modules[module])
-    except AttributeError:
-        found = None
-    if not isinstance(found, type):
-        raise LoadError(f"needs the type {path}, which is not in the module {module}")
-    return found
 
 
 _ATTRIBUTES: Mapping[str, type] = {
@@ -190,7 +176,7 @@ class Encoder:
         return {kind.__name__: [self.value(v, str(i)) for i, v in enumerate(value)]}
 
     def _type(self, kind: type) -> str:
-        name = _type_name(kind)
+        name = type_name(kind)
         if "<locals>" in name:
             self._refuse(f"the type {kind.__qualname__}, which is defined inside a function")
         return name
@@ -249,57 +235,122 @@ def _written(value: Any, kind: type) -> Json:
 
 
 class Decoder:
-    """Reads the output of an `Encoder` with the same forms. live: the object of a name."""
+    """Reads the output of an `Encoder` with the same forms.
+
+    live: the object of a name. types: those that the file may name. ops: the namespaces that it may name beside torch's.
+    """
 
     def __init__(
         self,
         records: Iterable[Json],
         forms: Iterable[Form],
         live: Callable[[str], Any] = lambda name: None,
+        types: Types | None = None,
+        ops: Collection[str] = (),
     ) -> None:
         self._forms = {form.kind.__name__: form for form in forms}
-        self._live = live
+        self._types = Types() if types is None else types
+        self.ops = ops
+        self._readers: dict[str, Callable[[Json], Any]] = {
+            **_READERS,
+            "record": self._record,
+            "live": lambda name: live(text(name)),
+            "dict": self._dict,
+            "enum": self._enum,
+            "type": self._types.of,
+            "op": lambda name: op_of(name, ops),
+            "tree": self._tree,
+        }
         self._made: list[Any] = []
+        self._parts: list[int] = []  # of each record: of how many parts it consists
+        self._count = 0
         for record in records:  # a record refers to earlier ones only
-            form = self._forms[record["is"]]
+            form = self._forms.get(record["is"])
+            if form is None:
+                raise LoadError(f"holds a {record['is']!r:.80}, which is no kind of record: damaged")
+            before = self._count
             self._made.append(form.load(*[self.value(v) for v in record["with"]]))
+            # An expression is shared by many, and whoever goes through it visits every part once.
+            is_shared = form.before is not _nothing_before
+            self._parts.append(1 if is_shared else self._count - before)
 
     def value(self, code: Json) -> Any:
         """The value that was written as `code`; raises `LoadError` if something it names does not exist."""
+        self._count += 1
         if isinstance(code, list):
             return [self.value(v) for v in code]
         if not isinstance(code, dict):
+            if type(code) is float or (type(code) is int and code.bit_length() > _LARGEST):
+                raise LoadError("holds a number that no program has: damaged")
             return code
+        if len(code) != 1:
+            raise LoadError("holds a value of no kind: damaged")
         ((tag, inner),) = code.items()
-        if tag == "record":
-            return self._made[inner]
-        if tag == "live":
-            return self._live(inner)
-        if tag == "tree":
-            return self._tree(inner)
-        if tag == "dict":
-            return {self.value(k): self.value(v) for k, v in inner}
         if tag in _SEQUENCES:
-            return _SEQUENCES[tag]([self.value(v) for v in inner])
-        if tag == "enum":
-            kind: Any = type_of(inner[0])
-            return kind.__members__[inner[1]]
-        return _READERS[tag](inner)
+            return self._sequence(_SEQUENCES[tag], inner)
+        read = self._readers.get(tag)
+        if read is None:
+            raise LoadError(f"holds a value of the kind {tag!r:.80}: damaged")
+        return read(inner)
+
+    def _record(self, at: Json) -> Any:
+        index = position(at, len(self._made))
+        self._count += self._parts[index]
+        if self._count > _MOST_PARTS:
+            raise LoadError("holds a value that contains itself too often: damaged")
+        return self._made[index]
+
+    def _dict(self, pairs: Json) -> dict[Any, Any]:
+        return {self.value(k): self.value(v) for k, v in pairs}
+
+    def _sequence(self, make: Callable[[list[Any]], Any], parts: Json) -> Any:
+        if not isinstance(parts, list):
+            raise LoadError("holds a sequence that is none: damaged")
+        return make([self.value(v) for v in parts])
+
+    def _enum(self, code: Json) -> Any:
+        name, member = code
+        kind: Any = self._types.of(name)
+        if not isinstance(kind, enum.EnumMeta) or member not in kind.__members__:
+            raise LoadError(f"needs {text(member):.80} of {name}, which is not there")
+        return kind.__members__[member]
 
     def _tree(self, code: Json) -> pytree.TreeSpec:
         if code is None:
             return pytree.tree_structure(0)
-        kind, context = type_of(code[0]), self.value(code[1])
-        if kind not in pytree.SUPPORTED_NODES and not hasattr(kind, "_fields"):
-            raise LoadError(
-                f"needs pytree to know the type {code[0]}, which is not registered here"
-            )
-        if isinstance(context, type) and not issubclass(context, tuple):
-            raise LoadError(f"has {context.__qualname__} where a named tuple is expected: damaged")
-        return pytree.TreeSpec(kind, context, [self._tree(child) for child in code[2]])
+        name, written, children = code
+        context = self.value(written)
+        kind = self._types.node(name, context, len(children))
+        return pytree.TreeSpec(kind, context, [self._tree(child) for child in children])
 
 
-def _size(parts: list[int]) -> torch.Size:
+_LARGEST = 64  # bits of an integer
+_MOST_PARTS = 50_000_000  # far above any program
+
+
+def position(at: Json, count: int) -> int:
+    """`at`, if it is an index among `count`; raises `LoadError`."""
+    if type(at) is not int or not 0 <= at < count:
+        raise LoadError(f"refers to number {at!r:.80} of {count}: damaged")
+    return at
+
+
+def text(value: Json) -> str:
+    """`value`, if it is text; raises `LoadError`."""
+    if not isinstance(value, str):
+        raise LoadError(f"holds {value!r:.80} where text is expected: damaged")
+    return value
+
+
+def _ends(make: Callable[..., Any], parts: list[Any]) -> Any:
+    if len(parts) != 3 or not all(p is None or type(p) is int for p in parts):
+        raise LoadError("holds a range that is none: damaged")
+    return make(*parts)
+
+
+def _size(parts: list[Any]) -> torch.Size:
+    if not all(type(p) is int for p in parts):
+        raise LoadError("holds a size that is none: damaged")
     return torch.Size(parts)
 
 
@@ -308,45 +359,54 @@ _SEQUENCES: Mapping[str, Callable[[list[Any]], Any]] = {
     "Size": _size,
     "set": set,
     "frozenset": frozenset,
-    "slice": lambda ends: slice(*ends),
-    "range": lambda ends: range(*ends),
+    "slice": functools.partial(_ends, slice),
+    "range": functools.partial(_ends, range),
 }
 
 
-def _attribute(kind: type) -> Callable[[str], Any]:
-    def read(name: str) -> Any:
-        found = getattr(torch, name, None)
-        if not isinstance(found, kind):
-            raise LoadError(f"needs torch.{name}, which this torch does not have")
-        return found
+def _attribute(kind: type) -> Callable[[Json], Any]:
+    known = {name: value for name, value in vars(torch).items() if isinstance(value, kind)}
+
+    def read(name: Json) -> Any:
+        if text(name) not in known:
+            raise LoadError(f"needs torch.{name:.80}, which this torch does not have")
+        return known[name]
 
     return read
+
+
+_ARRAY = re.compile(r"[<>|=]([biufcmM]\d+(\[\w+\])?|[SU]\d+)")
 
 
 def _numpy(code: Json) -> Any:
     import numpy
 
     dtype, shape, data, is_array = code
-    array = numpy.frombuffer(base64.b64decode(data), dtype).reshape(shape)
+    if _ARRAY.fullmatch(text(dtype)) is None or not all(type(n) is int and n >= 0 for n in shape):
+        raise LoadError("holds an array that is none: damaged")
+    array = numpy.frombuffer(base64.b64decode(text(data), validate=True), dtype).reshape(shape)
     return array.copy() if is_array else array[()]
 
 
-def _read_op(name: str) -> Any:
-    try:
-        return _op_of(name)
-    except (AttributeError, ValueError) as error:
-        raise LoadError(f"needs the op {name}, which is not registered here") from error
+def _complex(parts: Json) -> complex:
+    real, imaginary = parts
+    return complex(float.fromhex(text(real)), float.fromhex(text(imaginary)))
+
+
+def _function(name: Json) -> Any:
+    found = _FUNCTIONS.get(text(name))
+    if found is None:
+        raise LoadError(f"names the function {name:.80}, which programs do not call: damaged")
+    return found
 
 
 _READERS: Mapping[str, Callable[[Json], Any]] = {
-    "float": float.fromhex,
-    "complex": lambda parts: complex(*map(float.fromhex, parts)),
-    "bytes": base64.b64decode,
+    "float": lambda code: float.fromhex(text(code)),
+    "complex": _complex,
+    "bytes": lambda code: base64.b64decode(text(code), validate=True),
     "ellipsis": lambda nothing: Ellipsis,
-    "device": torch.device,
-    "op": _read_op,
-    "function": _FUNCTIONS.__getitem__,
-    "type": type_of,
+    "device": lambda name: torch.device(text(name)),
+    "function": _function,
     "numpy": _numpy,
     **{name: _attribute(kind) for name, kind in _ATTRIBUTES.items()},
 }

@@ -6,28 +6,49 @@
 The name of a process group is {"group": its index in the metadata}: names differ from process to process, ranks
 do not. Stacks are written as text; compiled code and fake values are not: they are made again when asked for.
 
-Invariant: reading follows json_codec.py: a file makes nothing run but ops, and functions of numbers.
-Refusals: `SaveError` for a tensor that the program holds and no argument leads to.
+Invariant: reading follows json_codec.py: a file makes nothing run but ops that files may call (callable_ops.py), and
+functions of numbers. Its numbers of inputs, results and bytes fit each other when it is loaded.
+Refusals: `SaveError` for a tensor that the program holds and no argument leads to; `LoadError` for what no `Writer`
+wrote.
 """
 
 from __future__ import annotations
 
+import keyword
+import operator
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor, fx
 
+from functionalize._compat.dispatch import auto_functionalized, is_traceable_wrapper_subclass_type
+from functionalize._compat.graphs import pytree
 from functionalize.errors import LoadError, SaveError
 from functionalize.ir import epilogue, guards, inputs, ops, outputs
 from functionalize.ir import scalars as numbers
+from functionalize.ir.commit import commit
 from functionalize.ir.inputs import Captured
 from functionalize.program import archive
 from functionalize.program.archive import FilePath, damaged, refusal
+from functionalize.program.callable_ops import check_call
 from functionalize.program.early_guard import EarlyGuard
 from functionalize.program.executable import Executable
-from functionalize.program.json_codec import Decoder, Encoder, Form, Json, is_target, plain_form
+from functionalize.program.field_types import checked
+from functionalize.program.json_codec import (
+    Decoder,
+    Encoder,
+    Form,
+    Json,
+    is_function,
+    is_target,
+    plain_form,
+    position,
+)
+from functionalize.program.known_types import Types
 from functionalize.program.metadata import read_records
 from functionalize.tape import tape
 from functionalize.util import structure
@@ -45,9 +66,55 @@ def _parts(expression: Any) -> Iterable[Any]:
 
 
 def _applied(function: Any, args: Any, known_before_run: bool) -> numbers.Applied:
-    if not is_target(function):
-        raise LoadError(f"calls {function!r}, which is no function of numbers: damaged")
-    return numbers.Applied(function, args, known_before_run)
+    check_function(function, args)
+    return numbers.Applied(*checked(numbers.Applied, (function, args, known_before_run)))
+
+
+def check_function(function: Any, args: Any) -> None:
+    """Raises `LoadError` for what a file may not call with numbers."""
+    if not is_target(function) or function is commit:
+        raise LoadError(f"calls {function!r:.80}, which is no function of numbers: damaged")
+    if not is_function(function):
+        check_call(function)
+        return
+    if function in _GROWING and isinstance(args, (list, tuple)):
+        if any(type(each) is int and abs(each) > _MOST for each in args[1:]):
+            raise LoadError("computes a number that is too large: damaged")
+    if function in (format, repr) and len(args) > 1:
+        if not isinstance(args[1], str) or _FORMAT.fullmatch(args[1]) is None:
+            raise LoadError("prints a number in a format that no program has: damaged")
+
+
+_GROWING = (operator.pow, operator.lshift)  # whose result may be far longer than what it is made of
+_MOST = 2**12
+_FORMAT = re.compile(r"[^\d]{0,8}\d{0,3}[,_]?(\.\d{1,3})?[a-zA-Z%]?")
+
+
+def _wrapped(*values: Any) -> outputs.Wrapped:
+    kind, inner, *_ = checked(outputs.Wrapped, values)
+    if not is_traceable_wrapper_subclass_type(kind):
+        raise LoadError(f"wraps tensors in a {kind.__qualname__}, which is no wrapper: damaged")
+    if not all(isinstance(key, str) and isinstance(role, _ROLES) for key, role in inner.items()):
+        raise LoadError("wraps something that is no output: damaged")
+    return outputs.Wrapped(*values)
+
+
+_ROLES: Any = outputs.OutputRole
+
+
+def attribute_form(kind: Any, *places: int) -> Form:
+    """The form of a dataclass with names of attributes in its fields `places`: they are no special ones of Python."""
+    plain = plain_form(kind)
+
+    def load(*values: Any) -> Any:
+        made = plain.load(*values)
+        for at in places:
+            for name in (values[at],) if isinstance(values[at], str) else values[at]:
+                if not isinstance(name, str) or not name.isidentifier() or name.startswith("__"):
+                    raise LoadError(f"reads the attribute {name!r:.80}: damaged")
+        return made
+
+    return Form(kind, plain.save, load)
 
 
 _SHAPE, _BESIDE = structure.PARTS_OF_SPECS
@@ -65,7 +132,6 @@ FORMS: tuple[Form, ...] = (
             guards.NumberGuard,
             guards.TensorGuard,
             guards.ValueGuard,
-            inputs.Argument,
             inputs.InputSpec,
             inputs.WholeStorage,
             numbers.ScalarInput,
@@ -76,12 +142,13 @@ FORMS: tuple[Form, ...] = (
             outputs.Result,
             outputs.SameAs,
             outputs.SourceItself,
-            outputs.Wrapped,
             tape.RecordedBackward,
             tape.TapeNode,
         ),
     ),
     Form(numbers.Applied, _APPLIED.save, _applied, _parts),
+    attribute_form(inputs.Argument, 1),
+    Form(outputs.Wrapped, plain_form(outputs.Wrapped).save, _wrapped),
     plain_form(_SHAPE),
     Form(_BESIDE, lambda beside: (beside.value,), _BESIDE),
 )
@@ -258,7 +325,7 @@ class Reader(Generic[E]):
         graph, prefix = self._graph(code["graph"]), f"{code['label']}."
         name = code["runner"]
         if name is not None and name not in self.runners:
-            raise LoadError(f"is run by {name}, which is not a runner of this process")
+            raise LoadError(f"is run by {name!r:.80}, which is not a runner of this process")
         runner = self.runners[name] if name is not None else None
         fields = {n: self.decoder.value(code[n]) for n in _FIELDS}
         constants = {
@@ -268,7 +335,9 @@ class Reader(Generic[E]):
         for at, part in code["early"]:
             guards.insert(at, EarlyGuard(self.program(part)))
         fields["guards"] = tuple(guards)
-        return self.make(graph=graph, constants=constants, runner=runner, **fields)
+        made = self.make(graph=graph, constants=constants, runner=runner, **fields)
+        check_program(made)
+        return made
 
     def _graph(self, nodes: Json) -> fx.Graph:
         graph = fx.Graph()
@@ -278,9 +347,9 @@ class Reader(Generic[E]):
             if isinstance(code, list):
                 return [read(c) for c in code]
             if isinstance(code, dict) and "node" in code:
-                return made[code["node"]]
+                return made[position(code["node"], len(made))]
             if isinstance(code, dict) and "group" in code:
-                return self.groups[code["group"]]
+                return self.groups[position(code["group"], len(self.groups))]
             if isinstance(code, dict) and "tuple" in code:
                 return tuple(read(c) for c in code["tuple"])
             return self.decoder.value(code)
@@ -289,15 +358,168 @@ class Reader(Generic[E]):
             target = written if op != "call_function" else self.decoder.value(written)
             names = [name, *kwargs, *([written] if op != "call_function" else [])]
             known = op == "call_function" or op in ("placeholder", "get_attr", "output")
-            if not known or not all(n.isidentifier() for n in names):
-                raise LoadError(f"has a node that is none ({op} {name}): damaged")
+            if not known or not all(map(_is_name, names)) or (op == "output") != (name == "output"):
+                raise LoadError(f"has a node that is none ({op!r:.40} {name!r:.40}): damaged")
             if op == "call_function" and not is_target(target):
-                raise LoadError(f"calls {target!r}, which is no op: damaged")
+                raise LoadError(f"calls {target!r:.80}, which is no op: damaged")
             arguments = tuple(read(a) for a in args), {k: read(v) for k, v in kwargs.items()}
+            if op == "call_function":
+                self._check_call(target, *arguments)
             node = graph.create_node(op, target, *arguments, name=name)
-            node.meta.update({k: self.decoder.value(v) for k, v in meta.items()})
+            if node.name != name:
+                raise LoadError(f"has two nodes of the name {name:.80}: damaged")
+            node.meta.update({k: self.decoder.value(v) for k, v in meta.items() if k in _META})
             made.append(node)
         return graph
+
+    def _check_call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not is_function(target):
+            check_call(target, self.decoder.ops)
+        elif target is auto_functionalized:
+            if not args or not hasattr(args[0], "_schema"):
+                raise LoadError("calls an op that is none: damaged")
+            check_call(args[0], self.decoder.ops)
+        elif target is operator.getitem:
+            if len(args) != 2 or kwargs or type(args[1]) is not int:
+                raise LoadError("takes a part that is none of a result: damaged")
+        elif target is not commit:
+            check_function(target, args)
+        if not all(map(_is_data, (*args, *kwargs.values()))) and target is not auto_functionalized:
+            raise LoadError(f"calls {target} with an argument that no op has: damaged")
+
+
+_DATA = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout)
+
+
+def _is_data(arg: Any) -> bool:
+    """Whether a value is an argument that ops have: a number, text, a value of the graph, a list or a slice of them."""
+    if type(arg) in (list, tuple, torch.Size) or isinstance(arg, (list, tuple)):
+        return all(map(_is_data, arg))
+    return isinstance(arg, (fx.Node, slice, torch.memory_format, *_DATA))
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
+
+
+# -- what fits each other --------------------------------------------------------------------------
+
+
+def check_program(program: Executable) -> None:
+    """Raises `LoadError` if numbers in a program from a file do not fit each other.
+
+    So nothing that reads a program has to ask whether an index exists, and no tensor is a window beyond its storage.
+    """
+    nodes = list(program.graph.nodes)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    _require(bool(nodes) and nodes[-1].op == "output", "a graph without an end")
+    _require(sum(node.op == "output" for node in nodes) == 1, "a graph with several ends")
+    before = [node for node in nodes if node.op != "get_attr"]
+    _require(before[: len(placeholders)] == placeholders, "a graph whose inputs are not first")
+    _require(isinstance(program.inputs, tuple), "inputs that are none")
+    _require(len(placeholders) == len(program.inputs), "another number of inputs than its graph")
+    results = nodes[-1].args[0] if nodes[-1].args else None
+    _require(isinstance(results, (list, tuple)), "a graph without results")
+    for node in nodes:
+        if node.op == "get_attr":
+            _require(node.target in program.constants, f"no constant `{node.target}`")
+    _require(all(isinstance(each, inputs.InputSpec) for each in program.inputs), "inputs that are none")
+    for name in ("epilogue", "guards", "value_guards", "facts", "outputs", "backwards", "history"):
+        _require(isinstance(getattr(program, name), tuple), f"a list of {name} that is none")
+    for spec in program.inputs:
+        _check_geometry(spec.geometry)
+        _require(spec.nbytes >= 0, "an input of less than no bytes")
+    places = _Places(program, len(results))
+    for i, spec in enumerate(program.inputs):
+        if isinstance(spec.source, inputs.WholeStorage):
+            places.window(spec.source.input, spec.source.geometry, i)
+        _require(hasattr(type(spec.source), "resolve"), "an input from nowhere")
+    for guard in (*program.guards, *program.facts, *program.value_guards):
+        _require(hasattr(type(guard), "failure") or hasattr(type(guard), "failure_of"), "no guard")
+    for guard in program.guards:
+        if isinstance(guard, guards.TensorGuard):
+            _require(0 <= guard.input < len(program.inputs), "a guard on no input")
+        elif isinstance(guard, guards.AliasGuard):
+            fits = len(guard.groups) == len(program.inputs) == len(guard.names)
+            _require(fits, "a guard on other inputs")
+    for action in program.epilogue:
+        places.action(action)
+    _require(isinstance(program.out_spec, pytree.TreeSpec), "results without a structure")
+    spec_ok = program.in_spec is None or isinstance(program.in_spec, pytree.TreeSpec)
+    _require(spec_ok, "arguments without a structure")
+    _require(program.out_spec.num_leaves == len(program.outputs), "another number of results")
+    for number, role in enumerate(program.outputs):
+        places.role(role, number)
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise LoadError(f"has {what}: damaged")
+
+
+def _check_geometry(geometry: Any) -> None:
+    _require(isinstance(geometry, ops.Geometry), "a tensor of no size")
+    counts = (*geometry.size, *geometry.stride, geometry.offset)
+    fits = len(geometry.size) == len(geometry.stride) <= 64
+    _require(fits and all(0 <= n < 2**62 for n in counts), "a tensor of a size that none has")
+
+
+class _Places:
+    """The storages of a program's inputs: how many bytes each holds at the end."""
+
+    def __init__(self, program: Executable, results: int) -> None:
+        self.inputs, self.results = program.inputs, results
+        self.final = {i: spec.nbytes for i, spec in enumerate(program.inputs)}
+        for action in program.epilogue:
+            if isinstance(action, epilogue.Resize):
+                self.input(action.input)
+                _require(0 <= action.nbytes < 2**62, "a storage of a size that none has")
+                self.final[action.input] = action.nbytes
+
+    def input(self, at: int) -> None:
+        _require(0 <= at < len(self.inputs), "an action on no input")
+
+    def slot(self, at: int) -> None:
+        _require(0 <= at < self.results, "an output that is no result")
+
+    def window(self, at: int, geometry: Any, below: int | None = None) -> None:
+        """Whether a window is inside the storage of an input, on entry or at the end, or that is freed."""
+        self.input(at)
+        _require(below is None or at < below, "an input on a later one")
+        _check_geometry(geometry)
+        most = max(self.inputs[at].nbytes, self.final[at])
+        _require(geometry.end <= most or self.final[at] == 0, "a tensor larger than its storage")
+
+    def action(self, action: Any) -> None:
+        """Whether the action of an epilogue has its inputs and results."""
+        _require(isinstance(action, (epilogue.Copy, epilogue.Resize, epilogue.Set)), "no action")
+        self.input(action.input)
+        if isinstance(action, epilogue.Copy):
+            self.window(action.input, action.geometry)
+            self.slot(action.slot)
+        elif isinstance(action, epilogue.Set):
+            if action.other is not None:
+                self.window(action.other, action.geometry)
+            else:
+                _check_geometry(action.geometry)
+                self.slot(-1 if action.slot is None else action.slot)
+
+    def role(self, role: Any, number: int) -> None:
+        """Whether an output has its inputs, results and earlier outputs."""
+        _require(isinstance(role, _ROLES), "an output that is none")
+        if isinstance(role, outputs.Result):
+            self.slot(role.slot)
+            if role.geometry is not None:
+                _check_geometry(role.geometry)
+        elif isinstance(role, outputs.InputView):
+            self.window(role.input, role.geometry)
+        elif isinstance(role, outputs.SameAs):
+            _require(0 <= role.output < number, "an output that is a later one")
+        elif isinstance(role, outputs.LeafItself):
+            _require(role.leaf >= 0, "an output that is no argument")
+        elif isinstance(role, outputs.Wrapped):
+            for inner in role.inner.values():
+                self.role(inner, number)
 
 
 # -- one program by itself -------------------------------------------------------------------------
@@ -327,8 +549,14 @@ def check_replays(metadata: Mapping[str, Any]) -> None:
         )
 
 
-def load_program(path: FilePath, make: type[E], runners: Mapping[str, Runner]) -> E:
-    """The program of `save_program`, as a `make`; raises `LoadError`."""
+def load_program(
+    path: FilePath,
+    make: type[E],
+    runners: Mapping[str, Runner],
+    types: Sequence[type] = (),
+    ops: Sequence[str] = (),
+) -> E:
+    """The program of `save_program`, as a `make`; raises `LoadError`. types, ops: see `Decoder`."""
     try:
         metadata = archive.read_metadata(path)
         archive.check_versions(metadata)
@@ -336,7 +564,7 @@ def load_program(path: FilePath, make: type[E], runners: Mapping[str, Runner]) -
         if metadata.get("kind") != "program":
             raise LoadError("holds the programs of a captured step: load them with `step.load`")
         content, constants = archive.read(path)
-        decoder = Decoder(content["records"], FORMS)
+        decoder = Decoder(content["records"], FORMS, types=Types(types), ops=ops)
         return Reader(make, decoder, runners, (), constants).program(content["programs"][0])
     except LoadError as error:
         raise refusal(path, error, "loaded") from None

@@ -243,7 +243,7 @@ def _code(
         yield "    if commit is None:"
         yield f"        {names[last.node]} = {handle_of(last.node.target)}({passed})"
         for part in last.parts:
-            yield f"        {names[part]} = {names[part.all_input_nodes[0]]}[{part.args[1]}]"
+            yield f"        {names[part]} = {names[part.all_input_nodes[0]]}[{text(part.args[1])}]"
         yield "    else:"
         yield f"        commit({', '.join(map(text, last.guarded))})"
         yield f"        {write}({passed})"

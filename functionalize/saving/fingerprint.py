@@ -3,6 +3,7 @@
     saved = fingerprint(fn, names)             world, devices, packages, code, modules, tensors, optimizers
     mismatch(saved, fingerprint(fn, names))    "`model.layers.3` (a Block) is not there", or None
 
+A script has one name in all processes (`home_of`): where it is `__main__`, spawned by itself, or imported.
 Code is compared by its bytecode, without line numbers and comments: the step, the user's functions that it reaches,
 and the methods of modules. An installed package is compared by its version.
 Invariant: if fingerprints are equal, names (see object_names.py) resolve to corresponding objects.
@@ -23,7 +24,7 @@ from torch import Tensor
 from functionalize.fsdp.objects import fsdp_registered
 from functionalize.saving.object_names import Names
 from functionalize.util.code_objects import compiled, is_generated
-from functionalize.util.packages import is_installed, is_users
+from functionalize.util.packages import home_of, is_installed, is_users
 from functionalize.walk.fact_text import NUMBERS
 from functionalize.walk.roots import Roots
 
@@ -108,7 +109,7 @@ def _code(roots: Roots) -> dict[str, str]:
         if id(fn.__code__) in seen or is_generated(fn.__code__) or not is_users(fn.__module__):
             continue
         seen.add(id(fn.__code__))
-        found.setdefault(f"{fn.__module__}:{fn.__qualname__}", []).append(_digest(fn))
+        found.setdefault(f"{home_of(fn.__module__)}:{fn.__qualname__}", []).append(_digest(fn))
     return {name: "".join(sorted(digests)) for name, digests in sorted(found.items())}
 
 
@@ -143,7 +144,7 @@ def _version(package: str) -> str | None:
 
 def _kind(value: object) -> str:
     kind = type(value)
-    return f"{kind.__module__}.{kind.__qualname__}"
+    return f"{home_of(kind.__module__)}.{kind.__qualname__}"
 
 
 def _tensors(roots: Roots) -> Iterator[tuple[str, Tensor | None]]:

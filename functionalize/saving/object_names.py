@@ -67,6 +67,12 @@ class Names:
         except KeyError:
             raise LoadError(f"needs the {name}, which is not there") from None
 
+    def objects(self) -> Iterator[Any]:
+        """Every object that has a name, the containers that the step reaches, and its tensors."""
+        yield from self._objects.values()
+        yield from (container for _, container in self.roots.containers)
+        yield from (tensor for _, _, tensor in self.roots.tensors)
+
     def meshes(self) -> Iterator[tuple[str, Any]]:
         """Every device mesh that has a name."""
         for name, value in self._objects.items():

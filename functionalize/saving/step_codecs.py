@@ -23,7 +23,7 @@ from functionalize.fsdp import objects as fsdp
 from functionalize.fsdp import python_state as fsdp_state
 from functionalize.ir.inputs import Call
 from functionalize.program.json_codec import Form, plain_form
-from functionalize.program.program_file import FORMS
+from functionalize.program.program_file import FORMS, attribute_form
 from functionalize.saving.fingerprint import hook_names
 from functionalize.saving.object_names import Names
 from functionalize.state import sources
@@ -46,7 +46,6 @@ _PLAIN = (
     fsdp_state.FSDPEffects,
     fsdp_state.FSDPState,
     fsdp_state.FSDPStateGuard,
-    fsdp.FSDPTensor,
     fsdp_state.Place,
     ModeGuard,
     guards.MetadataGuard,
@@ -56,8 +55,6 @@ _PLAIN = (
     SharedGuard,
     sources.Gradient,
     sources.GroupTensor,
-    sources.Inner,
-    sources.ModuleTensor,
     sources.OptimizerParameter,
     sources.OptimizerState,
 )
@@ -72,16 +69,19 @@ def forms(names: Names, fn: Callable[..., Any]) -> list[Form]:
     return [
         *FORMS,
         *map(plain_form, (*_PLAIN, *records)),
+        attribute_form(sources.Inner, 1),
+        attribute_form(sources.ModuleTensor, 1),
+        attribute_form(fsdp.FSDPTensor, 1),
         *(_form_of_attributes(kind, attributes) for kind, attributes in placements.items()),
         Form(Held, lambda held: _save_held(names, held), lambda *v: _load_held(names, *v)),
         Form(guards.ModuleGuard, _save_modules, _load_modules),
         *(
-            Form(kind, _refuse_moving, kind)
+            Form(kind, _refuse_moving, _never)
             for kind in (PlaceNumber, Assigned, Appended, FlagGuard)
         ),
-        Form(DrawnNumber, lambda number: _refuse_draws(number.draws), DrawnNumber),
-        Form(Draws, _refuse_draws, Draws),
-        *(Form(kind, _refuse_generator, kind) for kind in (GeneratorState, GeneratorSet)),
+        Form(DrawnNumber, lambda number: _refuse_draws(number.draws), _never),
+        Form(Draws, _refuse_draws, _never),
+        *(Form(kind, _refuse_generator, _never) for kind in (GeneratorState, GeneratorSet)),
         Form(guards.ParameterGuard, _save_parameters, _load_parameters),
         Form(guards.HyperparameterGuard, _save_hyperparameters, _load_hyperparameters),
         Form(
@@ -116,6 +116,10 @@ def _save_held(names: Names, held: Held) -> tuple[Any, ...]:
 
 def _load_held(names: Names, *values: Any) -> Held:
     return names.held(*values) if len(values) == 3 else Held(*values)
+
+
+def _never(*values: Any) -> Any:
+    raise LoadError("holds what no file holds, since it is never saved: damaged")
 
 
 def _refuse_moving(value: PlaceNumber | Assigned | Appended | FlagGuard) -> tuple[Any, ...]:

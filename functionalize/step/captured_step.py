@@ -134,13 +134,21 @@ class CapturedStep(PredictedStep):
         found = self._cache, self._lengths, self._changed_hyperparameters, self._vote
         save_step(path, self._fn, SavedStep.of(*found))
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        types: Sequence[type] = (),
+        ops: Sequence[str] = (),
+    ) -> None:
         """Add the programs that `save` wrote: the next call replays if the guards of one hold.
 
-        Every rank must call it: it initialises FSDP2 if that has not run yet. Raises `LoadError`, with nothing
+            step.load("step.fzp", types=[Batch], ops=["mylib"])
+
+        types, ops: classes of yours, and namespaces of custom ops, that the file may name beside those that the code of
+        the step names. Every rank must call it: it initialises FSDP2 if that has not run yet. Raises `LoadError`, with nothing
         loaded on any rank, if a file is damaged or is for another version, world, model, optimizer or code.
         """
-        saved = load_step(path, self._fn)
+        saved = load_step(path, self._fn, types, ops)
         for key, cached in saved.programs:
             self._cache.add(self._key_with_sizes(key, cached.program), cached)
         if self._lengths is not None:

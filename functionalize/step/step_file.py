@@ -38,10 +38,12 @@ from functionalize.program import archive
 from functionalize.program import program_file as persist
 from functionalize.program.archive import FilePath, damaged, refusal
 from functionalize.program.json_codec import Decoder, Encoder, Form
+from functionalize.program.known_types import Types
 from functionalize.program.program import Program
 from functionalize.program.program_file import Reader, Runner, Writer, check_replays
 from functionalize.run import RUNNERS
 from functionalize.saving.fingerprint import fingerprint, mismatch, world
+from functionalize.saving.live_types import LiveTypes
 from functionalize.saving.object_names import Names, check_order
 from functionalize.saving.saved_groups import describe, names_here
 from functionalize.saving.step_codecs import NAMED_EFFECTS, Gone, forms
@@ -90,12 +92,17 @@ class SavedStep:
         return SavedStep([*evicted, *programs], hyperparameters, vote, classes)
 
 
-def load(path: FilePath) -> Program:
+def load(path: FilePath, types: Sequence[type] = (), ops: Sequence[str] = ()) -> Program:
     """The program that `program.save(path)` wrote.
 
-    Raises `LoadError` if the file is damaged, or of another version of torch, Python or this library.
+        program = functionalize.load("fn.fzp", types=[Batch], ops=["mylib"])
+
+    types: classes of yours that the file may name, to make results of them. ops: namespaces of custom ops that it may
+    call. A file names nothing else than these and what this library and torch consist of: it is data.
+    Raises `LoadError` if the file is damaged, of another version of torch, Python or this library, or needs a class or
+    an op that is not handed over.
     """
-    return persist.load_program(path, Program, _RUNNERS)
+    return persist.load_program(path, Program, _RUNNERS, types, ops)
 
 
 def path_of_rank(path: FilePath) -> Path:
@@ -216,14 +223,19 @@ def _write_signature(writer: Writer, cached: CachedProgram) -> Json:
 # -- loading ---------------------------------------------------------------------------------------
 
 
-def load_step(path: FilePath, fn: Callable[..., Any]) -> SavedStep:
-    """Read a file of `save_step` for the step `fn`; raises `LoadError` on every rank or on none."""
+def load_step(
+    path: FilePath, fn: Callable[..., Any], types: Sequence[type] = (), ops: Sequence[str] = ()
+) -> SavedStep:
+    """Read a file of `save_step` for the step `fn`; raises `LoadError` on every rank or on none.
+
+    types, ops: what the file may name beside what the step itself names (`live_types.py`).
+    """
     path = path_of_rank(path)
     names = Names(walked(fn).roots)
     metadata = _together(path, lambda: _checked(path, fn, names))
     _together(path, lambda: _set_up(names, metadata["fsdp"]))
     names = Names(names.roots)  # now with names for the objects that `_set_up` made
-    saved: SavedStep = _together(path, lambda: _read(path, names, metadata, fn))
+    saved: SavedStep = _together(path, lambda: _read(path, names, metadata, fn, types, ops))
     return saved
 
 
@@ -249,7 +261,14 @@ def _set_up(names: Names, goals: Json) -> None:
         set_up_fsdp(root, goal)
 
 
-def _read(path: Path, names: Names, metadata: Json, fn: Callable[..., Any]) -> SavedStep:
+def _read(
+    path: Path,
+    names: Names,
+    metadata: Json,
+    fn: Callable[..., Any],
+    types: Sequence[type],
+    ops: Sequence[str],
+) -> SavedStep:
     content, constants = archive.read(path)
     groups = names_here(metadata["process groups"], names)
     vote = None
@@ -257,9 +276,12 @@ def _read(path: Path, names: Names, metadata: Json, fn: Callable[..., Any]) -> S
         members, device, compares = content["vote"]
         vote = RankVote(tuple(groups[g["group"]] for g in members), torch.device(device), compares)
 
+    live = LiveTypes.of(names, fn)
+    known, namespaces = Types([*live.types, *types]), live.namespaces | {*ops}
+
     def reader(code: Json, more: Sequence[Form] = ()) -> Reader[Program]:
-        known = [*_forms(names, fn, None, groups), *more]
-        decoder = Decoder(code["records"], known, names.object)
+        read = [*_forms(names, fn, None, groups), *more]
+        decoder = Decoder(code["records"], read, names.object, known, namespaces)
         return Reader(Program, decoder, _RUNNERS, groups, constants)
 
     programs = []

@@ -113,7 +113,12 @@ class CapturedTapes(CapturedStep):
         """Refused: only whole steps are saved."""
         raise SaveError(f"{os.fspath(path)} cannot be saved: it {_NOT_WHOLE}")
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        types: Sequence[type] = (),
+        ops: Sequence[str] = (),
+    ) -> None:
         """Refused: only whole steps are loaded."""
         raise LoadError(f"{os.fspath(path)} cannot be loaded: it {_NOT_WHOLE}")
 

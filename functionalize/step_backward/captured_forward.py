@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
@@ -114,7 +114,12 @@ class CapturedForward(PredictedForward):
         """Refused: only whole steps are saved."""
         raise SaveError(f"{os.fspath(path)} cannot be saved: it {_NOT_WHOLE}")
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        types: Sequence[type] = (),
+        ops: Sequence[str] = (),
+    ) -> None:
         """Refused: only whole steps are loaded."""
         raise LoadError(f"{os.fspath(path)} cannot be loaded: it {_NOT_WHOLE}")
 

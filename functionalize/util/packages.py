@@ -42,3 +42,18 @@ def is_standard_file(file: str) -> bool:
 def is_standard(package: str) -> bool:
     """Whether a package belongs to Python's standard library."""
     return package in sys.stdlib_module_names and package != "__main__"
+
+
+def home_of(module: str) -> str:
+    """The name by which other processes know a module: a script is `__main__` here, `__mp_main__` in processes that
+    it spawns, and has its own name where it is imported."""
+    if module not in ("__main__", "__mp_main__"):
+        return module
+    found = sys.modules.get(module)
+    spec = getattr(found, "__spec__", None)
+    if spec is not None and spec.name not in ("__main__", "__mp_main__"):
+        return str(spec.name)
+    file = getattr(found, "__file__", None)
+    if not file:  # an interactive session
+        return "__main__"
+    return os.path.splitext(os.path.basename(file))[0]

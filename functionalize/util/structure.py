@@ -26,7 +26,7 @@ import enum
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from types import FunctionType, NoneType, SimpleNamespace
+from types import FunctionType, MemberDescriptorType, NoneType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +58,7 @@ def flatten(tree: Any, *, result: bool = False) -> tuple[list[Any], pytree.TreeS
     if all(type(leaf) in _CLOSED for leaf in leaves):
         return leaves, spec
     opened = [_opened(leaf, result, frozenset()) for leaf in leaves]
-    if any(type(leaf) is _Opened for leaf in opened):
+    if any(type(leaf) is Opened for leaf in opened):
         tree = pytree.tree_unflatten(opened, spec)
         return pytree.tree_flatten(tree, is_leaf=_is_size if result else None)
     return leaves, spec
@@ -119,8 +119,8 @@ def sketch(spec: pytree.TreeSpec) -> Any:
     if spec.is_leaf():
         return "*"
     children = [sketch(child) for child in spec.children()]
-    if spec.type is _Opened:
-        return _Opened(spec.context, children)
+    if spec.type is Opened:
+        return Opened(spec.context, children)
     return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(children, spec.context)
 
 
@@ -165,7 +165,7 @@ class _Shape(NamedTuple):
     beside: tuple[tuple[str, _Beside], ...]
 
 
-class _Opened:
+class Opened:
     """An object split into its structure and its children: the only type that this library registers with pytree."""
 
     __slots__ = ("children", "shape")
@@ -198,10 +198,32 @@ def _rebuilt(children: Any, shape: _Shape) -> Any:
     return value
 
 
+def is_shape(shape: Any, children: int) -> bool:
+    """Whether this is the structure of an object that `flatten` may have opened, with so many children.
+
+    A shape from a file may name any class that is known there, and any attribute: an object is only made of a class
+    that is opened, without code of the class, and gets no attribute that the class itself computes or sets.
+    """
+    if type(shape) is not _Shape or not isinstance(shape.kind, type):
+        return False
+    if not _is_transparent(shape.kind) or len(shape.keys) + len(shape.names) != children:
+        return False
+    if shape.keys and not issubclass(shape.kind, dict):
+        return False
+    names = (*shape.names, *(name for name, _ in shape.beside))
+    return all(isinstance(name, str) and _is_stored(shape.kind, name) for name in names)
+
+
+def _is_stored(kind: type, name: str) -> bool:
+    """Whether an attribute of that name is stored in the object: no descriptor of the class handles it."""
+    found = next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None)
+    return isinstance(found, MemberDescriptorType) or not hasattr(type(found), "__set__")
+
+
 PARTS_OF_SPECS = (_Shape, _Beside)  # the classes of this module that occur in a spec, for saving it
 
 pytree.register_pytree_node(
-    _Opened,
+    Opened,
     lambda opened: (opened.children, opened.shape),
     _rebuilt,
     flatten_with_keys_fn=lambda o: (
@@ -215,7 +237,7 @@ pytree.register_pytree_node(
 
 
 def _opened(leaf: Any, result: bool, above: frozenset[int]) -> Any:
-    """`leaf`, or an `_Opened` of it; `above`: ids of the objects that it is inside of."""
+    """`leaf`, or an `Opened` of it; `above`: ids of the objects that it is inside of."""
     kind: Any = type(leaf)
     if kind is FunctionType:
         return leaf if result or id(leaf) in above else _opened_function(leaf, above)
@@ -236,7 +258,7 @@ def _opened(leaf: Any, result: bool, above: frozenset[int]) -> Any:
     if not _is_data(kind, inner, result):
         return leaf
     kept = tuple((name, _Beside(attributes[name])) for name in beside)
-    return _Opened(_Shape(kind, keys, names, kept), inner)
+    return Opened(_Shape(kind, keys, names, kept), inner)
 
 
 def _opened_function(function: FunctionType, above: frozenset[int]) -> Any:
@@ -253,7 +275,7 @@ def _opened_function(function: FunctionType, above: frozenset[int]) -> Any:
     if contents and not above and not any(isinstance(leaf, Tensor) for leaf in leaves):
         return function
     names = ("code", "defaults", *function.__code__.co_freevars)
-    return _Opened(_Shape(FunctionType, (), names, ()), [emptied, *parts])
+    return Opened(_Shape(FunctionType, (), names, ()), [emptied, *parts])
 
 
 def _opened_inside(value: Any, result: bool, above: frozenset[int]) -> Any:
@@ -391,7 +413,7 @@ def _paths(spec: pytree.TreeSpec, above: tuple[Any, ...]) -> Iterator[tuple[Any,
 
 def _keys_of(spec: pytree.TreeSpec, count: int) -> list[Any]:
     """pytree's keys of the children of one node; their positions if its type has no keys."""
-    if spec.type is _Opened:
+    if spec.type is Opened:
         return _keys(spec.context)
     node = pytree.SUPPORTED_NODES[spec.type]
     if node.flatten_with_keys_fn is None:

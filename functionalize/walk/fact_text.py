@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from functionalize.util.code_objects import compiled
+from functionalize.util.packages import home_of
 from functionalize.util.text import with_article, without_article
 
 NUMBERS = (bool, int, float, complex, str, bytes, type(None))
@@ -124,7 +125,7 @@ def _words(fact: Any) -> Iterator[str]:
     if isinstance(fact, types.CodeType):
         yield f"code {hashlib.sha256(repr(compiled(fact)).encode()).hexdigest()[:16]}"
     elif isinstance(fact, type):
-        yield f"{fact.__module__}.{fact.__qualname__}"
+        yield f"{home_of(fact.__module__)}.{fact.__qualname__}"
     elif isinstance(fact, types.BuiltinFunctionType):
         yield f"builtin {fact.__name__}"
     elif isinstance(fact, (tuple, frozenset)):

@@ -303,7 +303,7 @@ def refused(path: Path, kind: str = "adamw") -> str:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"format": 99}, "has format 99, this library reads format 2"),
+        ({"format": 99}, "has format 99, this library reads format 3"),
         ({"torch": "2.11.0"}, f"was saved with torch 2.11.0, this is torch {torch.__version__}"),
         ({"python": "3.99"}, "was saved with python 3.99, this is python 3."),
         ({"functionalize": "9.9"}, "was saved with functionalize 9.9, this is functionalize "),
@@ -354,16 +354,16 @@ def put(index: int, value: Any) -> Callable[[list[Any]], None]:
     [
         (
             put(2, {"type": "subprocess:Popen"}),
-            "calls <class 'subprocess.Popen'>, which is no op: damaged",
+            "needs the type Popen of the module subprocess, which nothing here hands over",
         ),
-        (put(2, {"function": "os.system"}), "is damaged: KeyError: 'os.system'"),
+        (put(2, {"function": "os.system"}), "names the function os.system, which programs do not call: damaged"),
         (
             put(2, {"op": "aten.nothing.default"}),
             "needs the op aten.nothing.default, which is not registered here",
         ),
         (put(4, {"x=print()": 1}), "has a node that is none"),
         (put(1, "a b"), "has a node that is none"),
-        (put(3, [{"node": 10_000}]), "is damaged: IndexError"),
+        (put(3, [{"node": 10_000}]), "refers to number 10000 of "),
         (
             put(3, [{"type": "no_such_module:Thing"}]),
             "needs the type Thing of the module no_such_module",
@@ -398,7 +398,7 @@ class Exploit:
 
 def test_constants_are_not_unpickled(whole: Path, tmp_path: Path) -> None:
     path = rewritten(whole, tmp_path / "x.fzp", constants=lambda data: pickle.dumps(Exploit()))
-    assert refused(path).startswith("has constants that cannot be read, it is damaged")
+    assert refused(path) == "has constants of other sizes than it says: it is damaged"
     assert not Path("/tmp/functionalize-exploit").exists()
 
 
