@@ -13,6 +13,7 @@ constant that is not plain bytes (sparse, quantized).
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import os
@@ -36,16 +37,20 @@ Json = Any
 # -- metadata --------------------------------------------------------------------------------------
 
 
+@functools.cache
+def _own_version() -> str:
+    try:
+        return importlib.metadata.version("functionalize")
+    except importlib.metadata.PackageNotFoundError:  # imported from a source folder
+        return "unknown"
+
+
 def versions() -> dict[str, Any]:
     """The versions that must be equal when a program is saved and when it is loaded."""
-    try:
-        own = importlib.metadata.version("functionalize")
-    except importlib.metadata.PackageNotFoundError:  # imported from a source folder
-        own = "unknown"
     return {
         "format": FORMAT,
         "torch": torch.__version__,
-        "functionalize": own,
+        "functionalize": _own_version(),
         "python": ".".join(platform.python_version_tuple()[:2]),
     }
 
@@ -64,7 +69,9 @@ def check_versions(metadata: Json) -> None:
 _METADATA, _PROGRAMS, _CONSTANTS = "metadata.json", "programs.json", "constants.bin"
 _LARGEST = 2**31  # bytes of JSON: far above any program, below what would exhaust a machine
 _DEFLATED = 1100  # bytes, at most, that one byte of a deflated entry makes
-_REPETITIVE = 200  # the same of JSON that is longer than `_SHORT`: as objects it takes ten times its bytes
+_REPETITIVE = (
+    200  # the same of JSON that is longer than `_SHORT`: as objects it takes ten times its bytes
+)
 _SHORT = 2**22
 
 
@@ -126,7 +133,9 @@ def _opened(path: FilePath, name: str) -> Iterator[tuple[IO[bytes], int]]:
             if name != _CONSTANTS and info.file_size > _SHORT:
                 most = _REPETITIVE
             if packed > os.path.getsize(path) or info.file_size > most * packed + 64:
-                raise LoadError(f"has a {name} that says it is larger than it can be: it is damaged")
+                raise LoadError(
+                    f"has a {name} that says it is larger than it can be: it is damaged"
+                )
             with archive.open(info) as entry:
                 yield entry, info.file_size
     except FileNotFoundError as error:

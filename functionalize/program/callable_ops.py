@@ -55,7 +55,6 @@ _REFUSED = frozenset(
         "_reshape_alias_copy",
         "_reinterpret_tensor",
         "_alloc_from_pool",
-        "_record_function_enter",
         "_print",
         "warn",
         "save",
@@ -71,13 +70,20 @@ _REFUSED = frozenset(
         "segment_reduce",
         "_spsolve",
         "_foobar",
-        "_unsafe_set",
-        "unsafe_set",
-        "_accumulate_grad",
         "accumulate_grad_",
+        "irecv",
+        "isend",
+        "get_gradients",
     }
 )
-_REFUSED_STARTS = ("_test_", "_cufft_", "_cudnn_init", "_make_dep_token", "_nested_", "_debug_")
+_REFUSED_STARTS = (
+    "_test_",
+    "_cufft_",
+    "_cudnn_init",
+    "_nested_",
+    "_unsafe_index",
+    "_unsafe_masked",
+)
 _WORD = re.compile(r"\w+")
 
 
@@ -116,11 +122,19 @@ def why_not(op: Any) -> str | None:
     name = op._schema.name.partition("::")[2]
     if op.namespace not in NAMESPACES:
         return "is none of the ops of torch that programs consist of"
-    if name in _REFUSED or name.startswith(_REFUSED_STARTS) or name.lstrip("_").startswith("resize"):
+    if (
+        name in _REFUSED
+        or name.startswith(_REFUSED_STARTS)
+        or name.lstrip("_").startswith("resize")
+    ):
         return "changes storages, or reads what is not checked"
     for argument in op._schema.arguments:
         kind = str(argument.type)
-        if argument.name == "group_name" and kind == "Any":  # a name, or a group's object by newer releases
+        if argument.name == "unsafe":
+            return "may leave out checks"
+        if (
+            argument.name == "group_name" and kind == "Any"
+        ):  # a name, or a group's object by newer releases
             continue
         if "str" in kind and argument.name not in _OPTIONS:
             return f"has the argument `{argument.name}`, text that may be a name"

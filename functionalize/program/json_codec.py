@@ -267,7 +267,9 @@ class Decoder:
         for record in records:  # a record refers to earlier ones only
             form = self._forms.get(record["is"])
             if form is None:
-                raise LoadError(f"holds a {record['is']!r:.80}, which is no kind of record: damaged")
+                raise LoadError(
+                    f"holds a {record['is']!r:.80}, which is no kind of record: damaged"
+                )
             before = self._count
             self._made.append(form.load(*[self.value(v) for v in record["with"]]))
             # An expression is shared by many, and whoever goes through it visits every part once.

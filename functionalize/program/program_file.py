@@ -423,7 +423,9 @@ def check_program(program: Executable) -> None:
     for node in nodes:
         if node.op == "get_attr":
             _require(node.target in program.constants, f"no constant `{node.target}`")
-    _require(all(isinstance(each, inputs.InputSpec) for each in program.inputs), "inputs that are none")
+    _require(
+        all(isinstance(each, inputs.InputSpec) for each in program.inputs), "inputs that are none"
+    )
     for name in ("epilogue", "guards", "value_guards", "facts", "outputs", "backwards", "history"):
         _require(isinstance(getattr(program, name), tuple), f"a list of {name} that is none")
     for spec in program.inputs:
@@ -431,6 +433,8 @@ def check_program(program: Executable) -> None:
         _require(spec.nbytes >= 0, "an input of less than no bytes")
     places = _Places(program, len(results))
     for i, spec in enumerate(program.inputs):
+        if isinstance(spec.source, inputs.Argument):
+            _require(0 <= spec.source.leaf < places.leaves, "an input that is no argument")
         if isinstance(spec.source, inputs.WholeStorage):
             places.window(spec.source.input, spec.source.geometry, i)
         _require(hasattr(type(spec.source), "resolve"), "an input from nowhere")
@@ -469,6 +473,7 @@ class _Places:
 
     def __init__(self, program: Executable, results: int) -> None:
         self.inputs, self.results = program.inputs, results
+        self.leaves = 2**31 if program.in_spec is None else program.in_spec.num_leaves
         self.final = {i: spec.nbytes for i, spec in enumerate(program.inputs)}
         for action in program.epilogue:
             if isinstance(action, epilogue.Resize):
@@ -516,7 +521,7 @@ class _Places:
         elif isinstance(role, outputs.SameAs):
             _require(0 <= role.output < number, "an output that is a later one")
         elif isinstance(role, outputs.LeafItself):
-            _require(role.leaf >= 0, "an output that is no argument")
+            _require(0 <= role.leaf < self.leaves, "an output that is no argument")
         elif isinstance(role, outputs.Wrapped):
             for inner in role.inner.values():
                 self.role(inner, number)

@@ -134,7 +134,9 @@ class _Named:
                     self._add_type(kind)
 
     def _add_op(self, value: Any) -> None:
-        name = getattr(value, "_qualname", None)  # of a function that `torch.library.custom_op` made
+        name = getattr(
+            value, "_qualname", None
+        )  # of a function that `torch.library.custom_op` made
         if isinstance(name, str) and "::" in name and type(value).__module__.startswith("torch."):
             self.namespaces[name.partition("::")[0]] = None
 
