@@ -23,7 +23,7 @@ from functionalize.lengths.proofs import KnownPath, Proof
 from functionalize.lengths.references import Reference
 from functionalize.lengths.signature_template import SignatureTemplate
 from functionalize.lengths.size_facts import ComputedSize, SizeFacts
-from functionalize.program.field_types import checked
+from functionalize.program.field_types import checked, fields_checked
 from functionalize.program.json_codec import Form, Json, plain_form
 from functionalize.program.program import Program
 from functionalize.program.program_file import Reader, Writer, check_function
@@ -88,18 +88,23 @@ def read_class(reader: Reader[Program], code: Json, key: Hashable, cached: Any) 
     """The class that was written as `code`. key, cached: the program of its last recording."""
     value = reader.decoder.value
     template, signatures = _read_template(reader, code["template"]), value(code["signatures"])
+    proof = value(code["proof"])
+    counts = dict(zip(_COUNTS, map(value, code["counts"]), strict=True))
+    if not isinstance(signatures, SignatureTemplate) or not isinstance(proof, Proof):
+        raise LoadError("holds sizes of calls without what decides by them: damaged")
     program = replace(template.reference, facts=cached.program.facts)
     reference = Reference(key, value(code["names"]), program, signatures.reference, cached)
     known, differing = map(value, code["shapes"])
+    fields_checked(LengthClass, {"known": known, "differing": differing})
     group = LengthClass(
         reference.tokens,
         [reference],
         known=known,
         differing=differing,
-        **dict(zip(_COUNTS, map(value, code["counts"]), strict=True)),
+        **fields_checked(LengthClass, counts),
     )
     reference.forget()
-    group.takes([template], signatures, value(code["proof"]))
+    group.takes([template], signatures, proof)
     if code["passed"] is not None:
         group.takes_passed([_read_template(reader, code["passed"])])
     return group

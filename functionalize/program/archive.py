@@ -2,7 +2,7 @@
 
     metadata.json    versions, world, sizes: checked first, without reading the rest
     programs.json    records (see json_codec.py) and, per program, its nodes and fields (see program_file.py)
-    constants.bin    the bytes of the constants' storages, one after the other; programs.json says which tensors they are
+    constants.bin    the bytes of the constants' storages in a row; programs.json says which tensors they are
 
 Invariant: a file is written as a whole or not at all. Nothing is unpickled. No more memory is taken than the sizes of
 the entries say, and no entry says more than its compressed bytes can hold.
@@ -169,7 +169,7 @@ def _described(constants: Mapping[str, Tensor]) -> tuple[Json, list[Any]]:
         if index == len(sizes):
             sizes.append(storage.nbytes())
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            parts.append(memoryview(whole.cpu().numpy()))
+            parts.append(whole.cpu().numpy().data)
         dtype = str(tensor.dtype).removeprefix("torch.")
         window = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
         tensors[name] = [index, dtype, *window, str(tensor.device)]
@@ -183,7 +183,7 @@ def _constants(described: Json, entry: IO[bytes], size: int) -> dict[str, Tensor
     bases = []
     for nbytes in sizes:
         base = torch.empty(nbytes, dtype=torch.uint8)
-        _fill(entry, memoryview(base.numpy()))
+        _fill(entry, base.numpy().data)
         bases.append(base)
     if entry.read(1):
         raise LoadError("has more constants than it says: it is damaged")

@@ -25,15 +25,17 @@ import torch
 
 from functionalize.errors import LoadError
 
-NAMESPACES = frozenset(
-    "aten prims rngprims inductor fsdp c10d _c10d_functional _c10d_functional_autograd c10d_functional _dtensor "
-    "functionalize flex_lib".split()
+_NAMESPACES = (
+    "aten prims rngprims inductor fsdp c10d _c10d_functional _c10d_functional_autograd c10d_functional "
+    "_dtensor functionalize flex_lib"
 )
+NAMESPACES = frozenset(_NAMESPACES.split())
 # Arguments of text that choose one of a few ways to compute.
-_OPTIONS = frozenset(
+_TEXT = (
     "reduce rounding_mode norm mode padding pad_mode indexing approximate interpolation side equation ord driver "
-    "reduce_op group_name tag activation algorithm UPLO padding_side assert_msg compute_mode p".split()
+    "reduce_op group_name tag activation algorithm UPLO padding_side assert_msg compute_mode p"
 )
+_OPTIONS = frozenset(_TEXT.split())
 _TYPES = re.compile(
     r"(Optional|List|Union|Tuple|\[|\]|\(|\)|,|\s|\?|Tensor|SymInt|SymFloat|SymBool|int|float|bool|complex|number|"
     r"Scalar|ScalarType|Layout|MemoryFormat|Device|str|NoneType|Generator|Dimname|QScheme|t\d*)+"

@@ -16,7 +16,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -38,12 +38,21 @@ def checked(kind: Any, values: Sequence[Any]) -> Sequence[Any]:
     return values
 
 
+def fields_checked(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Some fields of `kind` by name, if they are of the declared types; raises `LoadError`."""
+    declared = dict(_checks(kind))
+    for name, value in values.items():
+        if not declared[name](value):
+            raise LoadError(
+                f"has a {kind.__name__} whose `{name}` is a {type(value).__name__}: damaged"
+            )
+    return dict(values)
+
+
 @cache
 def _checks(kind: Any) -> tuple[tuple[str, Check], ...]:
-    if issubclass(kind, tuple):
-        names = list(kind._fields)
-    else:
-        names = [f.name for f in dataclasses.fields(kind)]
+    is_tuple = issubclass(kind, tuple)
+    names = list(kind._fields) if is_tuple else [f.name for f in dataclasses.fields(kind)]
     space = vars(sys.modules[kind.__module__])
     found: dict[str, Any] = {}
     for each in reversed(kind.__mro__):

@@ -237,7 +237,8 @@ def _written(value: Any, kind: type) -> Json:
 class Decoder:
     """Reads the output of an `Encoder` with the same forms.
 
-    live: the object of a name. types: those that the file may name. ops: the namespaces that it may name beside torch's.
+    live: the object of a name. types: those that the file may name. ops: the namespaces that it may name beside
+    torch's.
     """
 
     def __init__(

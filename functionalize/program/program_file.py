@@ -77,12 +77,13 @@ def check_function(function: Any, args: Any) -> None:
     if not is_function(function):
         check_call(function)
         return
-    if function in _GROWING and isinstance(args, (list, tuple)):
-        if any(type(each) is int and abs(each) > _MOST for each in args[1:]):
-            raise LoadError("computes a number that is too large: damaged")
-    if function in (format, repr) and len(args) > 1:
-        if not isinstance(args[1], str) or _FORMAT.fullmatch(args[1]) is None:
-            raise LoadError("prints a number in a format that no program has: damaged")
+    if not isinstance(args, (list, tuple)):
+        raise LoadError("calls a function with arguments that are none: damaged")
+    if function in _GROWING and any(type(n) is int and abs(n) > _MOST for n in args[1:]):
+        raise LoadError("computes a number that is too large: damaged")
+    is_format = function in (format, repr) and len(args) > 1
+    if is_format and not (isinstance(args[1], str) and _FORMAT.fullmatch(args[1])):
+        raise LoadError("prints a number in a format that no program has: damaged")
 
 
 _GROWING = (operator.pow, operator.lshift)  # whose result may be far longer than what it is made of
@@ -418,7 +419,7 @@ def check_program(program: Executable) -> None:
     _require(before[: len(placeholders)] == placeholders, "a graph whose inputs are not first")
     _require(isinstance(program.inputs, tuple), "inputs that are none")
     _require(len(placeholders) == len(program.inputs), "another number of inputs than its graph")
-    results = nodes[-1].args[0] if nodes[-1].args else None
+    results: Any = nodes[-1].args[0] if nodes[-1].args else None
     _require(isinstance(results, (list, tuple)), "a graph without results")
     for node in nodes:
         if node.op == "get_attr":

@@ -40,6 +40,7 @@ from functionalize.fake_world.world import in_world
 from functionalize.fsdp.releases import warn_if_untested
 from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.lifetimes.step_memory import StepMemory
+from functionalize.program.archive import damaged, refusal
 from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.watched_recorder import WatchedRecorder
@@ -144,13 +145,18 @@ class CapturedStep(PredictedStep):
 
             step.load("step.fzp", types=[Batch], ops=["mylib"])
 
-        types, ops: classes of yours, and namespaces of custom ops, that the file may name beside those that the code of
-        the step names. Every rank must call it: it initialises FSDP2 if that has not run yet. Raises `LoadError`, with nothing
-        loaded on any rank, if a file is damaged or is for another version, world, model, optimizer or code.
+        types, ops: classes of yours, and namespaces of custom ops, that the file may name beside those that the
+        code of the step names. Every rank must call it: it initialises FSDP2 if that has not run yet.
+        Raises `LoadError`, with nothing loaded on any rank, if a file is damaged, is for another version, world,
+        model, optimizer or code, or needs a class or an op that is not handed over.
         """
         saved = load_step(path, self._fn, types, ops)
-        for key, cached in saved.programs:
-            self._cache.add(self._key_with_sizes(key, cached.program), cached)
+        try:
+            programs = [(self._key_with_sizes(k, c.program), c) for k, c in saved.programs]
+        except Exception as error:  # keys that no step has
+            raise refusal(path, damaged(error), "loaded") from error
+        for key, cached in programs:
+            self._cache.add(key, cached)
         if self._lengths is not None:
             self._lengths.restore(saved.classes)
         self._changed_hyperparameters |= saved.hyperparameters

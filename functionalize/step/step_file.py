@@ -27,7 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from functionalize.audit import signature
+from functionalize.audit import signature as signatures
+from functionalize.audit.signature import Signature
 from functionalize.errors import CompileError, LoadError, SaveError
 from functionalize.fsdp.objects import SetUp, fsdp_set_up, set_up_fsdp
 from functionalize.lengths.length_class import LengthClass
@@ -37,7 +38,8 @@ from functionalize.lengths.saved_classes import read_class, write_class
 from functionalize.program import archive
 from functionalize.program import program_file as persist
 from functionalize.program.archive import FilePath, damaged, refusal
-from functionalize.program.json_codec import Decoder, Encoder, Form
+from functionalize.program.field_types import fields_checked
+from functionalize.program.json_codec import Decoder, Encoder, Form, position
 from functionalize.program.known_types import Types
 from functionalize.program.program import Program
 from functionalize.program.program_file import Reader, Runner, Writer, check_replays
@@ -290,7 +292,9 @@ def _read(
     classes = [
         _read_class(reader(code, FORMS_OF_CLASSES), code, programs) for code in content["classes"]
     ]
-    return SavedStep(programs, Decoder((), ()).value(content["lifted"]), vote, classes)
+    lifted = Decoder((), ()).value(content["lifted"])
+    fields = {"hyperparameters": lifted, "vote": vote}
+    return SavedStep(programs, classes=classes, **fields_checked(SavedStep, fields))
 
 
 def _read_class(
@@ -305,7 +309,7 @@ def _read_class(
 def _forms(
     names: Names, fn: Callable[..., Any], group: Any, groups: Sequence[str] = ()
 ) -> list[Form]:
-    return [*forms(names, fn), *signature.forms(group, groups)]
+    return [*forms(names, fn), *signatures.forms(group, groups)]
 
 
 def _read_program(reader: Reader[Program], code: Json) -> tuple[Hashable, CachedProgram]:
@@ -316,18 +320,30 @@ def _read_program(reader: Reader[Program], code: Json) -> tuple[Hashable, Cached
             program.prepare()
         except CompileError as error:
             raise LoadError(f"holds a program that cannot be compiled here: {error}") from error
+    fields = {
+        "slots": value(code["slots"]),
+        "effects": value(code["effects"]),
+        "has_grad_fn": value(code["history"]),
+        "reason": str(code["reason"]),
+        "dropped": value(code["dropped"]),
+        "python_effects": value(code["python effects"]),
+    }
+    signature, issued = value(code["signature"]), code["issued"]
+    if signature is not None and not isinstance(signature, Signature):
+        raise LoadError("has an op stream that is none: damaged")
+    fingerprints = {}
+    for group, number in issued:
+        at = position(group["group"], len(reader.groups))
+        fingerprints[reader.groups[at]] = number
     cached = CachedProgram(
         program,
-        value(code["slots"]),
-        value(code["effects"]),
-        value(code["history"]),
-        str(code["reason"]),
-        op_stream=value(code["signature"]),
-        dropped=value(code["dropped"]),
-        fingerprints={reader.groups[g["group"]]: number for g, number in code["issued"]},
-        python_effects=value(code["python effects"]),
+        op_stream=signature,
+        fingerprints=fingerprints,
+        **fields_checked(CachedProgram, fields),
     )
-    return value(code["key"]), cached
+    key = value(code["key"])
+    hash(key)
+    return key, cached
 
 
 def _together(path: Path, part: Callable[[], Any]) -> Any:

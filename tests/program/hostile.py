@@ -382,7 +382,10 @@ WATCHED = (
 
 
 def audited(folder: Path, files: Sequence[Path]) -> list[str]:
-    """The audit events of loading and calling files, and their results, after a file that nobody changed was loaded and called."""
+    """The audit events of loading and calling files, and their results.
+
+    A file that nobody changed was loaded and called before.
+    """
     tried("program", folder / "program.fzp")
     gc.collect()
     events: list[str] = []
