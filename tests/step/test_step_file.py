@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
 import pickle
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -356,7 +359,10 @@ def put(index: int, value: Any) -> Callable[[list[Any]], None]:
             put(2, {"type": "subprocess:Popen"}),
             "needs the type Popen of the module subprocess, which nothing here hands over",
         ),
-        (put(2, {"function": "os.system"}), "names the function os.system, which programs do not call: damaged"),
+        (
+            put(2, {"function": "os.system"}),
+            "names the function os.system, which programs do not call: damaged",
+        ),
         (
             put(2, {"op": "aten.nothing.default"}),
             "needs the op aten.nothing.default, which is not registered here",
@@ -508,3 +514,85 @@ def test_a_gradient_scaler_is_found_again(tmp_path: Path) -> None:
     loaded.load(tmp_path / "step.fzp")
     loaded(torch.rand(2, 3))
     assert (loaded.stats.replays, loaded.stats.captures) == (1, 0)
+
+
+SCRIPT = """
+import sys, torch, functionalize as fz, torch.multiprocessing as mp
+from dataclasses import dataclass
+from torch import nn
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+
+class Trainer:
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(6, 3), Doubled())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-2)
+
+    def step(self, x):
+        loss = self.model(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return Output(loss.detach())
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+def go_on(rank, path):
+    trainer, x = Trainer(), torch.ones(2, 6)
+    trainer.step(x)
+    step = fz.capture(trainer.step)
+    step.load(path)
+    found = step(x)
+    print(__name__, type(found) is Output, step.stats.replays, step.stats.guard_failures, flush=True)
+
+if __name__ == "__main__":
+    trainer = Trainer()
+    step = fz.capture(trainer.step)
+    for _ in range(4):
+        step(torch.ones(2, 6))
+    step.save(sys.argv[1])
+    mp.spawn(go_on, (sys.argv[1],), 1)
+"""
+
+
+def test_a_step_of_a_script_loads_where_the_script_has_another_name(tmp_path: Path) -> None:
+    (tmp_path / "training_script.py").write_text(SCRIPT)
+    path = str(tmp_path / "step.fzp")
+    imported = f"import training_script; training_script.go_on(0, {path!r})"
+    for command, name in (
+        ([str(tmp_path / "training_script.py"), path], "__mp_main__"),
+        (["-c", imported], "training_script"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", *command],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.stdout == f"{name} True 1 []\n", done.stderr
+
+
+def test_a_script_that_changed_is_refused(tmp_path: Path) -> None:
+    script, path = tmp_path / "training_script.py", str(tmp_path / "step.fzp")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    imported = f"import training_script; training_script.go_on(0, {path!r})"
+    said = []
+    for text, command in (
+        (SCRIPT.replace("mp.spawn(", "print("), [str(script), path]),
+        (SCRIPT.replace(".square()", ".abs()"), ["-c", imported]),
+    ):
+        script.write_text(text)
+        command = [sys.executable, "-B", "-W", "ignore", *command]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        said.append(done.stderr)
+    assert "it was saved before the step's code changed: Trainer.step" in said[1]
