@@ -73,6 +73,7 @@ _REPETITIVE = (
     200  # the same of JSON that is longer than `_SHORT`: as objects it takes ten times its bytes
 )
 _SHORT = 2**22
+_LONGEST = 800  # characters of a message
 
 
 def write(path: FilePath, metadata: Json, content: Json, constants: Mapping[str, Tensor]) -> None:
@@ -220,8 +221,10 @@ def _fill(entry: IO[bytes], into: memoryview) -> None:
 
 
 def refusal(path: FilePath, error: FunctionalizeError, verb: str) -> FunctionalizeError:
-    """`error` with the file's path before its message."""
-    reported = type(error)(f"{os.fspath(path)} cannot be {verb}: it {error}")
+    """`error` with the file's path before its message, in one line."""
+    said = "".join(c if c.isprintable() else " " for c in str(error))  # it may hold names of the file
+    said = said if len(said) <= _LONGEST else f"{said[:_LONGEST]}..."
+    reported = type(error)(f"{os.fspath(path)} cannot be {verb}: it {said}")
     reported.__cause__ = error.__cause__
     return reported
 
