@@ -222,7 +222,9 @@ def _fill(entry: IO[bytes], into: memoryview) -> None:
 
 def refusal(path: FilePath, error: FunctionalizeError, verb: str) -> FunctionalizeError:
     """`error` with the file's path before its message, in one line."""
-    said = "".join(c if c.isprintable() else " " for c in str(error))  # it may hold names of the file
+    said = "".join(
+        c if c.isprintable() else " " for c in str(error)
+    )  # it may hold names of the file
     said = said if len(said) <= _LONGEST else f"{said[:_LONGEST]}..."
     reported = type(error)(f"{os.fspath(path)} cannot be {verb}: it {said}")
     reported.__cause__ = error.__cause__
