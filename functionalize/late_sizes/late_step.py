@@ -185,10 +185,9 @@ class LateStep(CapturedStep):
             for group in kind.classes:
                 group.release()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See `CapturedStep`."""
+    def _run_in_turn(self, args: Any, kwargs: Any) -> Any:
         self._turn = None
-        return super().__call__(*args, **kwargs)
+        return super()._run_in_turn(args, kwargs)
 
     def _try_replay(self, call: Invocation) -> tuple[bool | None, Any]:
         self._begin_turn(call)

@@ -141,10 +141,10 @@ class _LiveMethods:
         return text_of(self.node, format, spec)
 
     def __copy__(self) -> Any:
-        return self
+        return self if self.node.alive else self.node.settle()
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self
+        return self if self.node.alive else self.node.settle()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.node.kind, (plain(self),)
@@ -177,11 +177,11 @@ class _LiveMethods:
         return pow(plain(self), plain(other), plain(modulo))
 
     def conjugate(self) -> Any:
-        return self
+        return self if self.node.alive else self.node.settle()
 
     @property
     def real(self) -> Any:
-        return self
+        return self if self.node.alive else self.node.settle()
 
     @property
     def imag(self) -> Any:

@@ -6,7 +6,8 @@
     ScalarLog   the facts of one recording
 
 Invariant: every plain value that Python or C++ obtains from a live number is a fact of the log. After the recording has
-ended, its numbers are constants and no facts are added.
+ended, its numbers are constants and no facts are added. So they are in threads other than that of the recording (a
+monitor, an exporter), which do not see that they are live; threads of autograd that run a part of the recording do.
 
 Note [Exits of a number]
 The value of a `Number` is private to this file, so that nothing else can make a constant of it without a guard. Beside
@@ -25,11 +26,13 @@ from __future__ import annotations
 
 import math
 import operator
+import threading
 import weakref
 from collections.abc import Callable, Container, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
+from functionalize._compat.dispatch import current_modes
 from functionalize._compat.stacks import CapturedTraceback
 from functionalize.ir.inputs import Source
 from functionalize.ir.ops import OpRecord
@@ -77,6 +80,7 @@ class ScalarLog:
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self.active = True
+        self._thread = threading.get_ident()
         self.plain_reads = False
         self._exact: dict[tuple[CodeType, ...], bool] = {}
         self.made: list[weakref.ref[Any]] = []
@@ -87,6 +91,13 @@ class ScalarLog:
     def close(self) -> None:
         """End the recording: its numbers are constants from now on."""
         self.active = False
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this thread runs a part of the recording: autograd's threads run with its dispatch modes."""
+        if threading.get_ident() == self._thread:
+            return True
+        return any(hasattr(mode, "resize_storage") for mode in current_modes())
 
     def read(self, record: OpRecord, value: float) -> Number:
         """The live number that the op of `record` returns to Python."""
@@ -116,7 +127,7 @@ class ScalarLog:
 
     def learn_late(self, number: Number) -> None:
         """Add the fact of a number's value after the recording has ended."""
-        self.active = True
+        self.active, self._thread = True, threading.get_ident()
         try:
             number.settle()
         finally:
@@ -147,8 +158,9 @@ class Number:
 
     @property
     def alive(self) -> bool:
-        """Whether the number may differ from call to call."""
-        return self.log.active and is_expression(self.expression)
+        """Whether the number may differ from call to call, for this thread."""
+        log = self.log
+        return log.active and is_expression(self.expression) and log.is_here
 
     def settle(self) -> Any:
         """The plain value, which is a constant of the program from now on: adds a fact."""

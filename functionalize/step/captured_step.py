@@ -25,8 +25,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -69,6 +71,7 @@ from functionalize.step.stages import (
 )
 from functionalize.step.stats import ProgramCounts
 from functionalize.step.step_file import SavedStep, load_step, save_step
+from functionalize.step.turns import IMPATIENCE, PATIENCE, TURNS
 from functionalize.step.vote import RARE, Level, RankVote
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.own_values import own_values
@@ -89,6 +92,7 @@ class CapturedStep(PredictedStep):
         self._plain_reads = False  # whether C code has refused a live number
         self._repeats_calls = False  # whether a recording had calls that a replay makes again
         self._varying = VaryingNumbers()
+        self._patience = PATIENCE
         self._reads_no_clock = False  # whether such a recording was watched, and read no clock
 
     @property
@@ -198,32 +202,52 @@ class CapturedStep(PredictedStep):
                 return self._run_eagerly(args, kwargs)
             if EVERY_CALL in self._refused and not self._options.raises:
                 return self._run_eagerly(args, kwargs)
-            flat, spec = arguments.flatten(*self._arguments.of(args, kwargs))
-            leaves = self._leaves(flat)
-            key = self._key(leaves, spec)
-            refused = self._refused.get(key) or self._refused.get(EVERY_CALL)
-            if refused is not None:
-                return self._run_refused(refused, args, kwargs)
-            call = Invocation(args, kwargs, leaves, spec, key)
-            if self._vote is None and not self._cache.has(key) and self._is_skipped(call):
+            turn = self._take_turn()
+            if turn is None:
                 return self._run_eagerly(args, kwargs)
-            is_done, result = self._try_replay(call)
-            if is_done:
-                return result
-            if is_done is None:
-                log.warning("a replay of %s failed, the call runs eagerly: %s", self._name, result)
-                return self._run_eagerly(args, kwargs)
-            call = replace(call, reason=str(result))
-            if call.reason not in (RARE, WAITS):
-                self._note_miss(call.reason)
-            if self._skips_recording(call):
-                return self._run_eagerly(args, kwargs)
-            return self._capture(call)
+            with turn:
+                return self._run_in_turn(args, kwargs)
         except Exception:
             raise
         except BaseException:  # Ctrl-C can come between a change of the grad mode and its reset
             torch.set_grad_enabled(grad_mode)
             raise
+
+    def _take_turn(self) -> AbstractContextManager[None] | None:
+        """The turn of this call among those of other threads; None: one of them waits inside its turn.
+
+        Ranks that vote must all do the same in this call, so a step that votes waits.
+        """
+        turn = TURNS.take(self._patience if self._vote is None else math.inf)
+        if turn is None and self._patience == PATIENCE:
+            self._patience = IMPATIENCE
+            log.warning(
+                "%s runs eagerly where a captured step in another thread runs and waits inside", self._name
+            )
+        return turn
+
+    def _run_in_turn(self, args: Any, kwargs: Any) -> Any:
+        flat, spec = arguments.flatten(*self._arguments.of(args, kwargs))
+        leaves = self._leaves(flat)
+        key = self._key(leaves, spec)
+        refused = self._refused.get(key) or self._refused.get(EVERY_CALL)
+        if refused is not None:
+            return self._run_refused(refused, args, kwargs)
+        call = Invocation(args, kwargs, leaves, spec, key)
+        if self._vote is None and not self._cache.has(key) and self._is_skipped(call):
+            return self._run_eagerly(args, kwargs)
+        is_done, result = self._try_replay(call)
+        if is_done:
+            return result
+        if is_done is None:
+            log.warning("a replay of %s failed, the call runs eagerly: %s", self._name, result)
+            return self._run_eagerly(args, kwargs)
+        call = replace(call, reason=str(result))
+        if call.reason not in (RARE, WAITS):
+            self._note_miss(call.reason)
+        if self._skips_recording(call):
+            return self._run_eagerly(args, kwargs)
+        return self._capture(call)
 
     def _leaves(self, flat: list[Any]) -> Sequence[Any]:
         """The leaves of the arguments with which the callable is called."""

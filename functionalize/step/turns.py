@@ -1,0 +1,105 @@
+"""Calls of captured steps in several threads take turns: one of them records, replays or audits at a time.
+
+    turn = TURNS.take(patience)     waits while another thread has the turn; None: it would wait for ever
+    with turn: ...                  a recording, an audit, a replay
+
+Why all calls: a guard reads, a replay writes, and a recording walks objects that the step of another thread can reach
+too (a list of models, a base class). None of these is atomic; torch's `tensor.grad` is not safe to read while the
+engine of another thread assigns it. While a number of a recording is live, it is in the user's objects.
+
+A step may wait for another thread inside (a barrier, a queue), which may want a turn itself: eager runs that, so a
+call does not wait for ever. If the thread that has the turn stands still for some seconds, the call goes without one:
+it runs eagerly, and a recording that it may have disturbed is not judged (`disturbances`).
+
+A thread may take a turn inside its own: a step that calls a captured step. The child of `fork` has no turns of other
+threads, which it does not have.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+PATIENCE = 5.0  # seconds for which the thread that has the turn may stand still: kernels take less
+IMPATIENCE = 0.05  # the same, for a step that has once waited in vain
+_LONGEST = 120.0  # seconds that a call waits in any case
+_LOOK = 0.02  # seconds between two looks at the thread that has the turn
+
+
+class Turns:
+    """The turns of the threads of this process.
+
+    disturbances: how many calls have gone without a turn.
+    """
+
+    def __init__(self) -> None:
+        self.disturbances = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Nobody has a turn: in the child of a fork, whose only thread may have had one, and will end it."""
+        self._lock = threading.RLock()
+        self._holder: int | None = None
+        self._depth = 0
+
+    def take(self, patience: float) -> _Turn | None:
+        """A turn, when the other threads have had theirs; None: the thread that has it stands still.
+
+        patience: seconds for which it may stand still.
+        """
+        lock = self._lock
+        if not lock.acquire(blocking=False) and not self._wait(lock, patience):
+            self.disturbances += 1
+            return None
+        self._holder, self._depth = threading.get_ident(), self._depth + 1
+        return _Turn(self, lock)
+
+    def _wait(self, lock: Any, patience: float) -> bool:
+        begin = since = time.monotonic()
+        seen: Any = None
+        while not lock.acquire(timeout=min(_LOOK, patience)):
+            now, at = time.monotonic(), self._where()
+            if at != seen:
+                seen, since = at, now
+            elif now - since >= patience:
+                return False
+            if now - begin >= _LONGEST:
+                return False
+        return True
+
+    def _where(self) -> Any:
+        """Which instruction of which frame the thread that has the turn is at, in a turn that differs from others."""
+        holder = self._holder
+        frame = sys._current_frames().get(holder) if holder is not None else None
+        return holder, id(frame), frame.f_lasti if frame is not None else -1
+
+    def end(self, lock: Any) -> None:
+        """The turn that `lock` stands for is over."""
+        if lock is not self._lock:  # it began before a fork
+            return
+        self._depth -= 1
+        if not self._depth:
+            self._holder = None
+        lock.release()
+
+
+class _Turn:
+    """A context: the turn is over at its end."""
+
+    __slots__ = ("_lock", "_turns")
+
+    def __init__(self, turns: Turns, lock: Any) -> None:
+        self._turns, self._lock = turns, lock
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: Any) -> None:
+        self._turns.end(self._lock)
+
+
+TURNS = Turns()
+os.register_at_fork(after_in_child=TURNS.forget)
