@@ -75,6 +75,7 @@ from functionalize.step.turns import IMPATIENCE, PATIENCE, TURNS
 from functionalize.step.vote import RARE, Level, RankVote
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.own_values import own_values
+from functionalize.util.process_groups import has_ranks
 from functionalize.util.text import without_numbers
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.unread import ReadArguments, looks_at_frames
@@ -216,13 +217,18 @@ class CapturedStep(PredictedStep):
     def _take_turn(self) -> AbstractContextManager[None] | None:
         """The turn of this call among those of other threads; None: one of them waits inside its turn.
 
-        Ranks that vote must all do the same in this call, so a step that votes waits.
+        Ranks must all do the same in this call, so among ranks it waits.
         """
-        turn = TURNS.take(self._patience if self._vote is None else math.inf)
+
+        def patience() -> float:
+            return math.inf if self._vote is not None or has_ranks() else self._patience
+
+        turn = TURNS.take(patience)
         if turn is None and self._patience == PATIENCE:
             self._patience = IMPATIENCE
             log.warning(
-                "%s runs eagerly where a captured step in another thread runs and waits inside", self._name
+                "%s runs eagerly where a captured step in another thread runs and waits inside",
+                self._name,
             )
         return turn
 
@@ -246,6 +252,8 @@ class CapturedStep(PredictedStep):
         if call.reason not in (RARE, WAITS):
             self._note_miss(call.reason)
         if self._skips_recording(call):
+            return self._run_eagerly(args, kwargs)
+        if self._has_live_numbers and self._is_read_elsewhere():
             return self._run_eagerly(args, kwargs)
         return self._capture(call)
 
@@ -275,9 +283,13 @@ class CapturedStep(PredictedStep):
     def _capture(self, call: Invocation) -> Any:
         """Run a call for real while it is recorded; keep its program if it was the steady state."""
         with only_young_collections():
+            before = TURNS.disturbances
             run = self._record(call, self._recorder(call))
             if isinstance(run, RecordedRun):
-                self._finish(run, call)
+                if TURNS.disturbances == before:
+                    self._finish(run, call)
+                else:  # what another thread did meanwhile is not the step's
+                    self.stats.eager += 1
                 result, log_of_numbers = plain_tree(run.result), run.recorder.scalar_log
                 del run
                 replace_escaped(log_of_numbers)  # the caller may hold them
@@ -286,9 +298,7 @@ class CapturedStep(PredictedStep):
 
     def _recorder(self, call: Invocation) -> Recorder:
         self._begin_recording(call)
-        # Numbers are live only from the second recording on: the first one shows which state the step moves. Of all
-        # kinds of calls, so that the ranks, whose kinds may differ, know at the second call whether they must vote.
-        live = bool(self.stats.warmups or self.stats.captures or len(self._cache))
+        live = self._has_live_numbers
         observer = LifetimeObserver() if self._options.memory else None
         is_first = call.key not in self._warmups
         with_lifetimes = live and observer is not None
@@ -298,6 +308,15 @@ class CapturedStep(PredictedStep):
         if in_world() or (with_lifetimes and self._reads_no_clock):
             recorder.checks.is_watched = True  # in a fake world, nothing is compared with eager
         return recorder
+
+    @property
+    def _has_live_numbers(self) -> bool:
+        """Whether numbers are live in the next recording.
+
+        Only from the second recording on: the first one shows which state the step moves. Of all kinds of calls, so
+        that the ranks, whose kinds may differ, know at the second call whether they must vote.
+        """
+        return bool(self.stats.warmups or self.stats.captures or len(self._cache))
 
     def _record(self, call: Invocation, recorder: Recorder) -> RecordedRun | Refused:
         warn_if_untested()

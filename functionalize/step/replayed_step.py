@@ -49,8 +49,11 @@ from functionalize.step.rest import Rest
 from functionalize.step.stages import MAX_WARMUPS, Invocation
 from functionalize.step.stats import Stats
 from functionalize.step.step_state import EntryState
+from functionalize.step.turns import TURNS
 from functionalize.step.vote import CHOSE, DIFFER, RARE, Level, RankVote, must_vote
 from functionalize.util.gc_pause import only_young_collections
+from functionalize.util.other_threads import reading_thread
+from functionalize.util.process_groups import has_ranks
 from functionalize.util.text import counted
 from functionalize.walk.live_places import NO_PLACES
 
@@ -84,6 +87,7 @@ class ReplayedStep:
         self._unpredicted: set[Hashable] = set()  # keys of calls that were not as predicted
         # Whether this call is not recorded either; whether the ranks also vote after the graph.
         self._is_left_eager = self._votes_again = False
+        self._told_of_thread = False
 
     def __repr__(self) -> str:
         counts = counted(len(self._cache), "program"), counted(self.stats.replays, "replay")
@@ -134,6 +138,9 @@ class ReplayedStep:
             matching = self._cache.matching(call.key, call.leaves, call.spec)
             found = None if is_rare else next(matching, None)
         is_due = found is not None and self._is_due(found[0])
+        if is_due and not waits and self._is_read_elsewhere():
+            self._is_left_eager = True
+            return False, WAITS
         if self._vote is not None:
             mine = found[0] if found is not None and not waits else None
             worst = self._vote.before_replay(mine, is_due, is_rare)
@@ -187,6 +194,24 @@ class ReplayedStep:
             # With a vote, the graph has issued its collectives: no other program is tried, all ranks run eagerly.
             found = None if self._vote is not None else next(matching, None)
         return False, self._cache.reason
+
+    def _is_read_elsewhere(self) -> bool:
+        """Whether another thread may read the live numbers of a recording or an audit: the call runs eagerly.
+
+        Not asked among ranks, which must all do the same.
+        """
+        if self._vote is not None or has_ranks():
+            return False
+        thread = reading_thread(TURNS.threads)
+        if thread is not None and not self._told_of_thread:
+            self._told_of_thread = True
+            log.warning(
+                "%s runs eagerly where it would be recorded or audited, while %s may read the numbers that it changes: "
+                "let that thread wait for them by `queue.get()`, and the thread of the step put them there",
+                self._name,
+                thread,
+            )
+        return thread is not None
 
     def _note_different(self) -> str:
         """The programs of the ranks differ: without the optional passes all make new ones; returns the reason."""

@@ -21,7 +21,9 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 PATIENCE = 5.0  # seconds for which the thread that has the turn may stand still: kernels take less
 IMPATIENCE = 0.05  # the same, for a step that has once waited in vain
@@ -37,6 +39,8 @@ class Turns:
 
     def __init__(self) -> None:
         self.disturbances = 0
+        self._threads: WeakSet[threading.Thread] = WeakSet()
+        self._here = threading.local()
         self.forget()
 
     def forget(self) -> None:
@@ -45,28 +49,37 @@ class Turns:
         self._holder: int | None = None
         self._depth = 0
 
-    def take(self, patience: float) -> _Turn | None:
+    @property
+    def threads(self) -> set[int]:
+        """The identifiers of threads that call captured steps, and take no numbers from those of others."""
+        alive = (thread for thread in list(self._threads) if thread.is_alive())
+        return {thread.ident for thread in alive if thread.ident is not None}
+
+    def take(self, patience: Callable[[], float]) -> Turn | None:
         """A turn, when the other threads have had theirs; None: the thread that has it stands still.
 
-        patience: seconds for which it may stand still.
+        patience: seconds for which it may stand still, asked for if another thread has the turn.
         """
         lock = self._lock
-        if not lock.acquire(blocking=False) and not self._wait(lock, patience):
+        if not hasattr(self._here, "is_known"):
+            self._here.is_known = True
+            self._threads.add(threading.current_thread())
+        if not lock.acquire(blocking=False) and not self._wait(lock, patience()):
             self.disturbances += 1
             return None
         self._holder, self._depth = threading.get_ident(), self._depth + 1
-        return _Turn(self, lock)
+        return Turn(self, lock)
 
     def _wait(self, lock: Any, patience: float) -> bool:
         begin = since = time.monotonic()
         seen: Any = None
-        while not lock.acquire(timeout=min(_LOOK, patience)):
+        while not lock.acquire(timeout=_LOOK):
             now, at = time.monotonic(), self._where()
             if at != seen:
                 seen, since = at, now
             elif now - since >= patience:
                 return False
-            if now - begin >= _LONGEST:
+            if now - begin >= max(_LONGEST, patience):
                 return False
         return True
 
@@ -86,7 +99,7 @@ class Turns:
         lock.release()
 
 
-class _Turn:
+class Turn:
     """A context: the turn is over at its end."""
 
     __slots__ = ("_lock", "_turns")

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from functionalize._compat.distributed import start_premul_sum
+from functionalize._compat.distributed import process_groups, start_premul_sum
 from functionalize.errors import UnsupportedOpError
 
 
@@ -42,6 +42,11 @@ def group_name(value: Any) -> str:
 def ranks_of(group: Any) -> int:
     """How many ranks a process group has."""
     return int(unboxed(group).size())
+
+
+def has_ranks() -> bool:
+    """Whether this process is one of several ranks."""
+    return any(group.size() > 1 for group in process_groups())
 
 
 def unboxed(group: Any) -> Any:

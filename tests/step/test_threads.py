@@ -1,0 +1,268 @@
+"""Captured steps in several threads, and threads that read what a step changes."""
+
+import copy
+import json
+import logging
+import math
+import os
+import pickle
+import queue
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import functionalize as fz
+from functionalize.scalars.live_scalars import as_live
+from functionalize.scalars.scalar_log import ScalarLog
+from functionalize.step import turns
+
+BATCHES = [torch.randn(4, 6, generator=torch.Generator().manual_seed(i)) for i in range(24)]
+
+
+@pytest.fixture(autouse=True)
+def switching_often():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
+
+
+def trainers(capture, count):
+    """Steps of trainers that reach each other's models and optimizers through two lists."""
+    models, optimizers = [], []
+    for k in range(count):
+        torch.manual_seed(k)
+        models.append(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
+        optimizers.append(torch.optim.AdamW(models[k].parameters(), 1e-2))
+
+    def make(k):
+        def step(x):
+            optimizers[k].zero_grad()
+            loss = models[k](x).square().mean()
+            loss.backward()
+            optimizers[k].step()
+            return loss.detach()
+
+        return capture(step)
+
+    return [make(k) for k in range(count)]
+
+
+def losses_in_threads(steps, warm):
+    first = 8 if warm else 0
+    losses = [[step(x) for x in BATCHES[:first]] for step in steps]
+    gate = threading.Barrier(len(steps))
+
+    def work(k):
+        gate.wait()
+        losses[k] += [steps[k](x) for x in BATCHES[first:]]
+
+    with ThreadPoolExecutor(len(steps)) as pool:
+        for done in [pool.submit(work, k) for k in range(len(steps))]:
+            done.result()
+    return losses
+
+
+def assert_equal(got, wanted):
+    assert [len(each) for each in got] == [len(each) for each in wanted]
+    for losses, others in zip(got, wanted, strict=True):
+        assert all(map(torch.equal, losses, others))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("warm", [False, True])
+def test_steps_that_reach_each_other(count, warm):
+    wanted = losses_in_threads(trainers(lambda fn: fn, count), warm)
+    steps = trainers(lambda fn: fz.capture(fn, audit=False), count)
+    assert_equal(losses_in_threads(steps, warm), wanted)
+    if warm:
+        assert all(step.stats.replays for step in steps)
+
+
+def test_one_step_called_by_two_threads():
+    (eager,), (step,) = trainers(lambda fn: fn, 1), trainers(fz.capture, 1)
+    wanted, got = [eager(x) for x in BATCHES], []
+    for x in BATCHES:
+        thread = threading.Thread(target=lambda x=x: got.append(step(x)))
+        thread.start()
+        thread.join()
+    assert_equal([got], [wanted])
+    assert step.stats.replays
+
+
+def test_an_error_ends_the_turn():
+    steps = trainers(fz.capture, 1)
+
+    @fz.capture
+    def fails(x):
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        fails(BATCHES[0])
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.is_tensor(pool.submit(steps[0], BATCHES[0]).result(timeout=30))
+
+
+def test_steps_that_wait_for_each_other(monkeypatch):
+    """A barrier in both steps: eager runs them, so the second call goes without a turn."""
+    monkeypatch.setattr("functionalize.step.captured_step.PATIENCE", 0.2)
+    gate, weights = threading.Barrier(2), [torch.ones(3), torch.ones(3)]
+
+    def make(k):
+        def step(x):
+            gate.wait(timeout=30)
+            return weights[k].mul_(x)
+
+        return fz.capture(step, on_uncapturable="eager")
+
+    steps = [make(0), make(1)]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(4):
+            done = [pool.submit(step, torch.tensor(2.0)) for step in steps]
+            for each in done:
+                each.result(timeout=60)
+    assert [w.tolist() for w in weights] == [[16.0] * 3] * 2
+    assert turns.TURNS.disturbances
+
+
+def test_a_fork_while_another_thread_has_the_turn():
+    inside, leave = threading.Event(), threading.Event()
+
+    def waits(x):
+        inside.set()
+        leave.wait()
+        return x + 1
+
+    step = fz.capture(waits, on_uncapturable="eager")
+    (other,) = trainers(fz.capture, 1)
+    thread = threading.Thread(target=step, args=(BATCHES[0],))
+    thread.start()
+    inside.wait()
+    taken, child = time.monotonic(), os.fork()
+    if child == 0:
+        turn = turns.TURNS.take(lambda: 0.0)
+        os._exit(0 if turn is not None else 1)
+    _, status = os.waitpid(child, 0)
+    leave.set()
+    thread.join()
+    assert status == 0
+    assert time.monotonic() - taken < 30
+    assert torch.is_tensor(other(BATCHES[0]))
+
+
+class Trainer:
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = nn.Linear(6, 3)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-2)
+        self.n, self.ema = 0, 0.0
+
+    def step(self, x):
+        self.n += 1
+        self.optimizer.zero_grad()
+        loss = self.model(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.ema = 0.9 * self.ema + 0.1 * loss.item()
+        return loss.detach()
+
+
+def test_a_thread_that_reads_numbers(caplog):
+    """It sees plain numbers by type; the calls run eagerly, with a warning, and are recorded when it has ended."""
+    eager, trainer = Trainer(), Trainer()
+    step, stop, errors, kinds = fz.capture(trainer.step), threading.Event(), [], set()
+
+    def beat():
+        while not stop.wait(1e-5):
+            try:
+                read = trainer.n, trainer.ema, trainer.optimizer.param_groups[0]["lr"]
+                kinds.update(map(type, read))
+                json.dumps(read)
+                pickle.loads(pickle.dumps(copy.deepcopy(read)))
+                assert f"{read[0]:06d} {read[1]:.3f}" and read[1] * 2 >= 0 and math.exp(read[2]) > 1
+            except BaseException as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=beat, name="beat")
+    thread.start()
+    try:
+        got = [step(x) for x in BATCHES]
+    finally:
+        stop.set()
+        thread.join()
+    assert_equal([got], [[eager.step(x) for x in BATCHES]])
+    assert (errors, kinds, trainer.n) == ([], {int, float}, len(BATCHES))
+    assert "while the thread 'beat' (" in caplog.text and "queue.get()" in caplog.text
+    for x in BATCHES:
+        assert torch.equal(step(x), eager.step(x))
+    assert step.stats.replays and trainer.ema == eager.ema
+
+
+def test_a_thread_that_waits_for_numbers_is_no_reader():
+    trainer, sent, got = Trainer(), queue.Queue(), []
+    step = fz.capture(trainer.step)
+
+    def report():
+        while (numbers := sent.get()) is not None:
+            got.append(json.dumps(numbers))
+
+    thread = threading.Thread(target=report)
+    thread.start()
+    for x in BATCHES:
+        step(x)
+        sent.put((trainer.n, trainer.ema))
+    sent.put(None)
+    thread.join()
+    assert step.stats.replays and len(got) == len(BATCHES)
+
+
+def test_live_numbers_in_a_thread_that_does_not_record():
+    """What another thread does with a number is as with a plain one, and no fact of the recording."""
+    log = ScalarLog(lambda reason: None)
+    number = as_live(log.from_source(None, "n", 3))
+    assert type(number) is not int and type(number + 1) is not int and not log.facts
+
+    def use():
+        return (
+            *(number + 1, number / 2, number > 3, divmod(number, 2), -number, float(number)),
+            *(f"{number:03d}", str(number), copy.copy(number), copy.deepcopy([number])),
+            *(pickle.loads(pickle.dumps(number)), math.floor(number), hash(number), bool(number)),
+            *torch.full((2,), number).tolist(),
+        )
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(use).result()
+    wanted = (4, 1.5, False, (1, 1), -3, 3.0, "003", "3", 3, [3], 3, 3, hash(3), True, 3, 3)
+    assert repr(found) == repr(wanted)
+    assert not log.facts
+    assert number > 2 and log.facts
+
+
+def test_effects_of_another_thread_are_its_own(caplog, capsys):
+    """A line that another thread logs or prints while a step is recorded comes once, and no replay repeats it."""
+    (step,), (other,) = trainers(fz.capture, 1), trainers(fz.capture, 1)
+    logger = logging.getLogger("tests.step.test_threads")
+    told = queue.Queue()
+
+    def tell():
+        other(BATCHES[0])  # a thread that calls captured steps is no reader of others
+        for text in iter(told.get, None):
+            logger.warning("told %s", text)
+            print("printed", text)
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    for i, x in enumerate(BATCHES):
+        told.put(i)
+        step(x)
+    told.put(None)
+    thread.join()
+    lines = [r.getMessage() for r in caplog.records if r.name == logger.name]
+    assert lines == [f"told {i}" for i in range(len(BATCHES))]
+    assert capsys.readouterr().out.split("\n")[:-1] == [f"printed {i}" for i in range(len(BATCHES))]
+    assert step.stats.replays
