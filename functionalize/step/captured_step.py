@@ -71,7 +71,7 @@ from functionalize.step.stages import (
 )
 from functionalize.step.stats import ProgramCounts
 from functionalize.step.step_file import SavedStep, load_step, save_step
-from functionalize.step.turns import IMPATIENCE, PATIENCE, TURNS
+from functionalize.step.turns import IMPATIENCE, MOST_DISTURBED, PATIENCE, TURNS
 from functionalize.step.vote import RARE, Level, RankVote
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.own_values import own_values
@@ -93,7 +93,7 @@ class CapturedStep(PredictedStep):
         self._plain_reads = False  # whether C code has refused a live number
         self._repeats_calls = False  # whether a recording had calls that a replay makes again
         self._varying = VaryingNumbers()
-        self._patience = PATIENCE
+        self._patience, self._disturbed = PATIENCE, 0  # how many recordings others have disturbed
         self._reads_no_clock = False  # whether such a recording was watched, and read no clock
 
     @property
@@ -253,6 +253,9 @@ class CapturedStep(PredictedStep):
             self._note_miss(call.reason)
         if self._skips_recording(call):
             return self._run_eagerly(args, kwargs)
+        if self._disturbed >= MOST_DISTURBED:
+            TURNS.end_innermost()
+            return self._run_eagerly(args, kwargs)
         if self._has_live_numbers and self._is_read_elsewhere():
             return self._run_eagerly(args, kwargs)
         return self._capture(call)
@@ -290,6 +293,7 @@ class CapturedStep(PredictedStep):
                     self._finish(run, call)
                 else:  # what another thread did meanwhile is not the step's
                     self.stats.eager += 1
+                    self._disturbed += 1
                 result, log_of_numbers = plain_tree(run.result), run.recorder.scalar_log
                 del run
                 replace_escaped(log_of_numbers)  # the caller may hold them
@@ -446,6 +450,7 @@ class CapturedStep(PredictedStep):
         if self._options.raises:
             raise error
         if self._vote is None or EVERY_CALL in self._refused:
+            TURNS.end_innermost()
             return self._run_eagerly(args, kwargs)
         # The other ranks wait for this vote. Then they record, and vote again, or all ranks run eagerly.
         if self._vote.before_replay(None) is Level.RARE:

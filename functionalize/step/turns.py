@@ -11,6 +11,8 @@ A step may wait for another thread inside (a barrier, a queue), which may want a
 call does not wait for ever. If the thread that has the turn stands still for some seconds, the call goes without one:
 it runs eagerly, and a recording that it may have disturbed is not judged (`disturbances`).
 
+A step that is refused for good runs without a turn: what it does in threads of its own is no concern of ours.
+
 A thread may take a turn inside its own: a step that calls a captured step. The child of `fork` has no turns of other
 threads, which it does not have.
 """
@@ -27,6 +29,7 @@ from weakref import WeakSet
 
 PATIENCE = 5.0  # seconds for which the thread that has the turn may stand still: kernels take less
 IMPATIENCE = 0.05  # the same, for a step that has once waited in vain
+MOST_DISTURBED = 3  # recordings of a step, which then runs eagerly where no program covers a call
 _LONGEST = 120.0  # seconds that a call waits in any case
 _LOOK = 0.02  # seconds between two looks at the thread that has the turn
 
@@ -47,7 +50,7 @@ class Turns:
         """Nobody has a turn: in the child of a fork, whose only thread may have had one, and will end it."""
         self._lock = threading.RLock()
         self._holder: int | None = None
-        self._depth = 0
+        self._taken: list[Turn] = []  # of the holder, the innermost last
 
     @property
     def threads(self) -> set[int]:
@@ -67,8 +70,9 @@ class Turns:
         if not lock.acquire(blocking=False) and not self._wait(lock, patience()):
             self.disturbances += 1
             return None
-        self._holder, self._depth = threading.get_ident(), self._depth + 1
-        return Turn(self, lock)
+        self._holder, turn = threading.get_ident(), Turn(self, lock)
+        self._taken.append(turn)
+        return turn
 
     def _wait(self, lock: Any, patience: float) -> bool:
         begin = since = time.monotonic()
@@ -89,12 +93,17 @@ class Turns:
         frame = sys._current_frames().get(holder) if holder is not None else None
         return holder, id(frame), frame.f_lasti if frame is not None else -1
 
-    def end(self, lock: Any) -> None:
-        """The turn that `lock` stands for is over."""
+    def end_innermost(self) -> None:
+        """End the innermost turn of this thread before its context ends: the rest of the call is eager."""
+        if self._holder == threading.get_ident():
+            self._taken[-1].end()
+
+    def ended(self, turn: Turn, lock: Any) -> None:
+        """A turn, which `lock` stands for, is over."""
         if lock is not self._lock:  # it began before a fork
             return
-        self._depth -= 1
-        if not self._depth:
+        self._taken.remove(turn)
+        if not self._taken:
             self._holder = None
         lock.release()
 
@@ -102,16 +111,22 @@ class Turns:
 class Turn:
     """A context: the turn is over at its end."""
 
-    __slots__ = ("_lock", "_turns")
+    __slots__ = ("_is_over", "_lock", "_turns")
 
     def __init__(self, turns: Turns, lock: Any) -> None:
-        self._turns, self._lock = turns, lock
+        self._turns, self._lock, self._is_over = turns, lock, False
+
+    def end(self) -> None:
+        """End it, once."""
+        if not self._is_over:
+            self._is_over = True
+            self._turns.ended(self, self._lock)
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *exc: Any) -> None:
-        self._turns.end(self._lock)
+        self.end()
 
 
 TURNS = Turns()

@@ -130,6 +130,25 @@ def test_steps_that_wait_for_each_other(monkeypatch):
     assert turns.TURNS.disturbances
 
 
+def test_a_step_that_calls_another_in_a_thread(monkeypatch):
+    """It waits for the other, which wants the turn; after a few calls it runs without a turn, and the other replays."""
+    monkeypatch.setattr("functionalize.step.captured_step.PATIENCE", 0.2)
+    (inner,), (eager,) = trainers(fz.capture, 1), trainers(lambda fn: fn, 1)
+    for x in BATCHES[:8]:
+        assert torch.equal(inner(x), eager(x))
+
+    def calls(x):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(inner, x).result()
+
+    outer = fz.capture(calls, on_uncapturable="eager")
+    for x in BATCHES[8:14]:
+        assert torch.equal(outer(x), eager(x))
+    before = inner.stats.replays
+    assert torch.equal(outer(BATCHES[14]), eager(BATCHES[14]))
+    assert inner.stats.replays == before + 1
+
+
 def test_a_fork_while_another_thread_has_the_turn():
     inside, leave = threading.Event(), threading.Event()
 
