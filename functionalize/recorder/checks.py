@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functionalize._compat.autograd import nodes_of
 from functionalize._compat.dispatch import disable_current_modes, is_in_python
 from functionalize._compat.fakes import FakeTensor
 from functionalize._compat.stacks import CapturedTraceback, stack_here
@@ -74,6 +75,7 @@ class Checks:
     in_effect: how many replaced functions have noted an effect and are running: what they do is the same effect.
     repeated: the calls that a replay makes again, as text with the user's line.
     clock: the first read of a clock, or of something else that changes by itself, as text with the user's line.
+    outside: the name of each tensor that was found with an autograd history, by the node that made it.
     own_clock: the first one in the user's code, not in that of a library.
     is_watched: whether all such reads were seen; None: they were not looked for.
     sizes: those of results that depend on data.
@@ -88,6 +90,7 @@ class Checks:
         "in_effect",
         "is_watched",
         "once",
+        "outside",
         "own_clock",
         "repeated",
         "sizes",
@@ -98,6 +101,7 @@ class Checks:
         self.for_real = for_real
         self.unrepeatable: list[str] = []
         self.once: list[str] = []
+        self.outside: dict[Any, str] = {}
         self.in_effect = 0
         self.repeated: list[str] = []
         self.clock: str | None = None
@@ -214,6 +218,15 @@ class Checks:
             self.note(
                 f"its backward runs in another thread ({thread}) {where}: only ops of the thread that calls the step "
                 "are recorded: call backward() in that thread"
+            )
+
+    def backward_outside(self, outputs: Iterable[Any]) -> None:
+        """Note that a backward goes on into a graph that was made before the step, which no replay has."""
+        met = self.outside.keys() & nodes_of(outputs).keys() if self.outside else ()
+        for name in sorted(self.outside[node] for node in met):
+            self.note(
+                f"its backward goes through `{name}`, which was computed before the step, into ops that no replay "
+                f"runs, {line_of(stack_here())}: compute `{name}` inside the step, or detach it"
             )
 
     def note_or_raise(self, error: FunctionalizeError) -> None:

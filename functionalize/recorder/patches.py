@@ -354,6 +354,8 @@ def _watched_engine(original: Any) -> Any:
             for recorder in _ACTIVE.all():
                 if recorder.checks is not None:
                     recorder.checks.backward_elsewhere(outputs)
+        for checks in recorded_checks():
+            checks.backward_outside(outputs)
         tapes = _tapes()
         try:
             for tape in tapes:

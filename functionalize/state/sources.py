@@ -339,6 +339,15 @@ def candidates(
             yield from unwrapped(name, source, value)
 
 
+def made_outside(roots: Roots, leaves: Sequence[Any]) -> dict[Any, str]:
+    """The names of tensors that have an autograd history before the step begins, by the node that made each."""
+    return {
+        value.grad_fn: name
+        for name, _, value in _places(roots, Call(leaves, []), ())
+        if isinstance(value, Tensor) and value.grad_fn is not None
+    }
+
+
 def _places(
     roots: Roots, call: Call, places: Sequence[tuple[str, Slot]]
 ) -> Iterator[tuple[str, Source, Any]]:

@@ -44,6 +44,7 @@ from functionalize.state.sources import (
     OptimizerState,
     Slot,
     changed_slots,
+    made_outside,
     may_have_grad,
     parameters,
 )
@@ -129,6 +130,8 @@ class EntryState:
         roots = state.roots
         found = list(parameters(roots, leaves))
         places = Places.now(roots, leaves, found, recorder.storages)
+        if recorder.checks is not None and not hooks_run_outside:
+            recorder.checks.outside = made_outside(roots, leaves)
         moving = MovingPlaces.of(state)
         moving.bring_in(places, recorder)
         fsdp = FSDPState.now(roots.states().values())
