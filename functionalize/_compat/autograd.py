@@ -16,6 +16,8 @@ import torch.autograd.forward_ad as forward_ad
 # The higher-order op by which a custom Function runs inside of `torch.func`.
 from torch._functorch.autograd_function import custom_function_call
 
+from functionalize._compat.dispatch import disable_current_modes
+
 __all__ = ["custom_function_call"]  # names of torch that are used elsewhere
 
 _KINDS = torch._C.DispatchKey
@@ -198,6 +200,45 @@ def hooks_of(tensor: torch.Tensor) -> tuple[int, int]:
     return len(tensor._backward_hooks or ()), len(_of_others(after)) if after else 0
 
 
+# How many references C++ has to a tensor; its Python object is one (torch 2.3 to 2.15).
+reference_count: Callable[[torch.Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
+
+
+def may_have_accumulator(tensor: torch.Tensor) -> bool:
+    """Whether somebody may keep the node that accumulates a leaf's gradient: such a node has a reference to the leaf.
+
+    A graph does, until its backward has run, and a script that hangs hooks on the node. Without that, autograd makes
+    a node for each graph, and none has hooks.
+    """
+    return reference_count(tensor) > 1 and tensor.requires_grad and tensor.is_leaf
+
+
+def accumulator_tables(leaf: torch.Tensor) -> list[dict[Any, Any]]:
+    """The dicts of the hooks on the node that accumulates the gradient of a leaf, if somebody may keep that node.
+
+    No function returns them, but the handle of a new hook has the dict that it was added to.
+    """
+    if not may_have_accumulator(leaf):
+        return []
+    tables = []
+    with disable_current_modes(), torch.enable_grad():
+        node = accumulator_of(leaf)
+        for register in (node.register_prehook, node.register_hook):
+            handle = register(_no_hook)
+            tables.append(handle.hooks_dict_ref())
+            handle.remove()
+    return tables
+
+
+def accumulator_hooks(leaf: torch.Tensor) -> list[Any]:
+    """The hooks on the node that accumulates the gradient of a leaf."""
+    return [hook for table in accumulator_tables(leaf) for hook in table.values()]
+
+
+def _no_hook(*gradients: Any) -> None:
+    """A hook that is removed at once."""
+
+
 def _of_others(table: dict[Any, Any]) -> list[Any]:
     return [hook for hook in table.values() if type(hook) is not OwnHook]
 
@@ -246,9 +287,10 @@ def graph_is_kept() -> bool:
 
 
 def hook_functions(tensor: torch.Tensor) -> list[Any]:
-    """The hooks of a tensor: on its gradient, then after the gradient was accumulated."""
+    """The hooks of a tensor: on its gradient, after it was accumulated, and on the node that accumulates it."""
     after = getattr(tensor, "_post_accumulate_grad_hooks", None)
-    return [*(tensor._backward_hooks or {}).values(), *_of_others(after or {})]
+    own = [*(tensor._backward_hooks or {}).values(), *_of_others(after or {})]
+    return [*own, *accumulator_hooks(tensor)]
 
 
 def saved_hooks_entry() -> tuple[Any, str]:

@@ -89,7 +89,10 @@ class Gradient:
         return Category.UNSHARDED_GRADIENTS if unsharded else Category.SHARDED_GRADIENTS
 
     def resolve(self, call: Call) -> Any:
-        return self.of.resolve(call).grad
+        owner = self.of.resolve(call)
+        return (
+            owner.grad if owner.grad_fn is None else None
+        )  # an argument may be computed at another call
 
     def assign(self, call: Call, value: Tensor | None) -> None:
         """Assign a tensor or None."""

@@ -6,19 +6,26 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import call
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from functionalize._compat.autograd import HOOKS_OF_TENSORS, hooks_of
+from functionalize._compat.autograd import (
+    HOOKS_OF_TENSORS,
+    accumulator_hooks,
+    hooks_of,
+    may_have_accumulator,
+    reference_count,
+)
 from functionalize.errors import UncapturableError
 from functionalize.ir.inputs import Call, Source, watch
 from functionalize.ir.ops import Geometry, geometry_of
 from functionalize.state.hyperparameters import Key, is_liftable
 from functionalize.state.sources import Slot
 from functionalize.util.text import with_article
-from functionalize.util.unchanged import Unchanged
+from functionalize.util.unchanged import Unchanged, token
 from functionalize.walk.fact_text import NUMBERS
 from functionalize.walk.live_places import LIVE_NUMBERS, NO_PLACES, LivePlaces
 from functionalize.walk.roots import Roots
@@ -144,10 +151,16 @@ def _changed(now: dict[str, Any], was: dict[str, Any]) -> str:
 
 
 class LeafFacts(NamedTuple):
-    """The facts about a leaf tensor that determine its backward. same: the parameter itself, None for an argument."""
+    """The facts about a tensor that determine its backward. same: the parameter itself, None for an argument.
+
+    has_history: whether a backward goes on from it into the graph that made it. of_node: the number of hooks on the
+    node that accumulates its gradient; None if autograd itself runs that node after a replay.
+    """
 
     requires_grad: bool
+    has_history: bool
     hooks: tuple[int, int]
+    of_node: int | None
     grad_dtype: str
     same: Tensor | None
 
@@ -161,15 +174,19 @@ class ParameterGuard:
     facts: tuple[LeafFacts, ...]
 
     @staticmethod
-    def of(found: list[tuple[str, Source, Tensor]]) -> ParameterGuard:
-        """The guard for these tensors as they are."""
+    def of(
+        found: list[tuple[str, Source, Tensor]], hooks_run_outside: bool = False
+    ) -> ParameterGuard:
+        """The guard for these tensors as they are. hooks_run_outside: see `EntryState.now`."""
         return ParameterGuard(
             tuple(source for _, source, _ in found),
             tuple(name for name, _, _ in found),
             tuple(
                 LeafFacts(
                     v.requires_grad,
+                    v.grad_fn is not None,
                     hooks_of(v),
+                    None if hooks_run_outside else len(accumulator_hooks(v)),
                     _grad_dtype(source, v),
                     v if isinstance(v, nn.Parameter) else None,
                 )
@@ -178,17 +195,23 @@ class ParameterGuard:
         )
 
     def watched(self, call: Call, facts: Unchanged) -> ParameterGuard | None:
-        left = []
+        left, counted = [], []
         for each in zip(self.sources, self.names, self.facts, strict=True):
             source = each[0]
             now = source.resolve(call)
             # A table of hooks may be filled in place, also one that is empty now.
             has_tables = any(getattr(now, name) is not None for name in HOOKS_OF_TENSORS)
+            asks_node = each[2].of_node is not None
+            has_tables |= asks_node and may_have_accumulator(now)
             if not now.is_leaf or has_tables or not watch(source, call, facts):
                 left.append(each)
                 continue
+            if asks_node and now.requires_grad:
+                counted.append(token(now))
             for name in ("requires_grad", "grad_dtype", *HOOKS_OF_TENSORS):
                 facts.attribute(now, name)
+        if counted:
+            facts.read(partial(_reference_counts, counted))
         if not left:
             return None
         sources, names, were = zip(*left, strict=True)
@@ -196,7 +219,7 @@ class ParameterGuard:
 
     def failure(self, call: Call) -> str | None:
         found = zip(self.sources, self.names, self.facts, strict=True)
-        for source, name, (was, hooks, dtype, same) in found:
+        for source, name, (was, had_history, hooks, of_node, dtype, same) in found:
             now = source.resolve(call)
             if not isinstance(now, Tensor):
                 what = "None" if now is None else with_article(type(now).__name__)
@@ -205,11 +228,20 @@ class ParameterGuard:
                 return f"`{name}` is another parameter"
             if hooks_of(now) != hooks:
                 return f"`{name}` has other hooks on its gradient"
+            if of_node is not None and len(accumulator_hooks(now)) != of_node:
+                return f"`{name}` has other hooks on the node that accumulates its gradient"
             if now.requires_grad != was:
                 return f"`{name}` {'no longer requires' if was else 'now requires'} a gradient"
+            if now.requires_grad and (now.grad_fn is not None) != had_history:
+                return f"`{name}` {'was' if had_history else 'is now'} computed from tensors that require a gradient"
             if _grad_dtype(source, now) != dtype:
                 return f"`{name}` has the grad_dtype {_grad_dtype(source, now)}, had {dtype}"
         return None
+
+
+def _reference_counts(tensors: Sequence[Callable[[], Any]]) -> int:
+    """The sum of the references that C++ has to tensors: each has one, and more if its node is kept."""
+    return sum(map(reference_count, map(call, tensors)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -139,12 +139,17 @@ def _key_of_leaf(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         try:
             # A subclass has a `__torch_function__` of its own, and code may ask for the type.
-            return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, *_kind_of(leaf)
+            return leaf.shape, leaf.dtype, leaf.device, _differentiated(leaf), *_kind_of(leaf)
         except RuntimeError:  # a nested tensor, which is refused when the call is recorded
             return "nested", leaf.dtype
     if isinstance(leaf, (float, complex)):
         return repr(leaf)
     return ("number", leaf) if isinstance(leaf, NUMBERS) else ("object", type(leaf))
+
+
+def _differentiated(leaf: Tensor) -> bool | str:
+    """Whether a backward reaches a tensor, and whether it goes on from there into the graph that made it."""
+    return leaf.requires_grad and (leaf.grad_fn is None or "computed")
 
 
 def _numbers(cached: CachedProgram) -> list[tuple[str, str]]:

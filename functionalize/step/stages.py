@@ -195,6 +195,7 @@ def record(
         if rendezvous is not None:
             rendezvous.leave()
         raise
+    recorder.checks.outside.clear()  # it keeps graphs of the caller's alive
     moving.effects += hyper.effects
     changed = hyper.changed or arguments.changed(call.args, call.kwargs, call.leaves, call.spec)
     return RecordedRun(recorder, entry, result, changed, moving, rendezvous)

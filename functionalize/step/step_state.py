@@ -64,6 +64,7 @@ from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.parts import Held
 from functionalize.walk.roots import Roots
 from functionalize.walk.unread import AttributeReads
+from functionalize.walk.walker import PythonState
 
 
 @dataclass(slots=True)
@@ -130,7 +131,7 @@ class EntryState:
         roots = state.roots
         found = list(parameters(roots, leaves))
         places = Places.now(roots, leaves, found, recorder.storages)
-        if recorder.checks is not None and not hooks_run_outside:
+        if recorder.checks is not None:
             recorder.checks.outside = made_outside(roots, leaves)
         moving = MovingPlaces.of(state)
         moving.bring_in(places, recorder)
@@ -144,7 +145,7 @@ class EntryState:
             watch(gradients, recorder.records, deaths),
             deaths,
             fsdp,
-            _facts(roots, leaves, found, lifted, state.live),
+            _facts(roots, leaves, found, lifted, state),
             surroundings,
             SlotGuard.of(call, places.slots),
             lifted,
@@ -187,7 +188,7 @@ class EntryState:
             if not may_have_grad(value) and any(address(t) in used for t in plain_tensors(value))
         ]
         if buffers:
-            yield ParameterGuard.of(buffers)
+            yield ParameterGuard.of(buffers, self.python_state.state.hooks_run_outside)
         state, swapped = self.python_state.state, self.fsdp.tables()
         only_stored = cache(partial(is_only_stored, state.names.codes))  # layers have equal names
 
@@ -245,7 +246,7 @@ def _facts(
     leaves: Sequence[Any],
     found: Sequence[tuple[str, Source, Tensor]],
     lifted: frozenset[Key],
-    live: LivePlaces,
+    state: PythonState,
 ) -> list[Guard]:
     """Guards on state that a step reads and does not write; those that fail most often come first."""
     constants = [
@@ -257,9 +258,9 @@ def _facts(
     return [
         *constants,
         ModeGuard.now(),
-        ModuleGuard.of(roots, live),
+        ModuleGuard.of(roots, state.live),
         *hyperparameters,
-        ParameterGuard.of([*found, *_tensor_arguments(roots, leaves)]),
+        ParameterGuard.of([*found, *_tensor_arguments(roots, leaves)], state.hooks_run_outside),
     ]
 
 

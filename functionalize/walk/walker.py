@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functionalize._compat.autograd import hook_functions, hook_tables
+from functionalize._compat.autograd import accumulator_tables, hook_functions, hook_tables
 from functionalize._compat.modules import without_reports
 from functionalize.scalars.live_scalars import is_live
 from functionalize.util.own_values import OWN_VALUES
@@ -394,7 +394,7 @@ class PythonState:
         """The hooks on the gradient of a leaf tensor, that run in the step."""
         if leaf is None or (self.hooks_run_outside and not hasattr(leaf, "device_mesh")):
             return
-        for table in hook_tables(leaf):
+        for table in (*hook_tables(leaf), *accumulator_tables(leaf)):
             self.probes.add_table(table)
         if found := hook_functions(leaf):
             self._push(visit, Part(key, tuple(found), "hook"))

@@ -56,3 +56,53 @@ def test_a_detached_use_is_captured():
     captured = fz.capture(step)
     _calls(captured, holder, raw, 6)
     assert captured.stats.replays > 0
+
+
+@pytest.mark.parametrize("as_argument", [False, True])
+@pytest.mark.parametrize("is_leaf_first", [False, True])
+def test_a_leaf_and_a_computed_tensor_in_turn_have_the_gradients_of_eager(
+    as_argument: bool, is_leaf_first: bool
+) -> None:
+    def run(capture):
+        torch.manual_seed(0)
+        raw, leaf, holder = nn.Parameter(torch.randn(3)), nn.Parameter(torch.ones(3)), Holder()
+
+        def step(x, *given):
+            loss = (x * (given[0] if given else holder.w)).sum()
+            loss.backward()
+            return loss.detach()
+
+        step, found = capture(step), []
+        for i in range(16):
+            is_leaf = (i < 8) == is_leaf_first
+            holder.w = leaf if is_leaf else raw * 2
+            loss = step(torch.full((3,), float(i)), *([holder.w] if as_argument else []))
+            found.append((loss.item(), _values(raw.grad), _values(leaf.grad)))
+        return found
+
+    assert run(lambda step: fz.capture(step, on_uncapturable="eager")) == run(lambda step: step)
+
+
+class Holder:
+    w: Tensor
+
+
+def _values(gradient: Tensor | None) -> list[float] | None:
+    return None if gradient is None else gradient.tolist()
+
+
+def test_a_captured_forward_passes_gradients_on_to_what_was_computed_outside() -> None:
+    def run(capture):
+        raw, holder = nn.Parameter(torch.ones(3)), Holder()
+        forward, found = capture(lambda x: (x * holder.w).sum()), []
+        for i in range(8):
+            raw.grad = None
+            holder.w = raw * (i + 1)
+            forward(torch.full((3,), 2.0)).backward()
+            found.append(_values(raw.grad))
+        return found
+
+    def captured(forward):
+        return fz.capture(forward, backward=True, on_uncapturable="eager")
+
+    assert run(captured) == run(lambda forward: forward)
