@@ -287,10 +287,9 @@ def graph_is_kept() -> bool:
 
 
 def hook_functions(tensor: torch.Tensor) -> list[Any]:
-    """The hooks of a tensor: on its gradient, after it was accumulated, and on the node that accumulates it."""
+    """The hooks of a tensor: on its gradient, then after the gradient was accumulated."""
     after = getattr(tensor, "_post_accumulate_grad_hooks", None)
-    own = [*(tensor._backward_hooks or {}).values(), *_of_others(after or {})]
-    return [*own, *accumulator_hooks(tensor)]
+    return [*(tensor._backward_hooks or {}).values(), *_of_others(after or {})]
 
 
 def saved_hooks_entry() -> tuple[Any, str]:

@@ -76,6 +76,7 @@ class Checks:
     repeated: the calls that a replay makes again, as text with the user's line.
     clock: the first read of a clock, or of something else that changes by itself, as text with the user's line.
     outside: the name of each tensor that was found with an autograd history, by the node that made it.
+    goes_outside: whether the program is that of a backward of the caller's graph, so that such histories are its own.
     own_clock: the first one in the user's code, not in that of a library.
     is_watched: whether all such reads were seen; None: they were not looked for.
     sizes: those of results that depend on data.
@@ -87,6 +88,7 @@ class Checks:
         "_storages",
         "clock",
         "for_real",
+        "goes_outside",
         "in_effect",
         "is_watched",
         "once",
@@ -102,6 +104,7 @@ class Checks:
         self.unrepeatable: list[str] = []
         self.once: list[str] = []
         self.outside: dict[Any, str] = {}
+        self.goes_outside = False
         self.in_effect = 0
         self.repeated: list[str] = []
         self.clock: str | None = None

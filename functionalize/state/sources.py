@@ -90,9 +90,8 @@ class Gradient:
 
     def resolve(self, call: Call) -> Any:
         owner = self.of.resolve(call)
-        return (
-            owner.grad if owner.grad_fn is None else None
-        )  # an argument may be computed at another call
+        # An argument that was a leaf may be computed at another call; then it has no gradient, and torch would warn.
+        return owner.grad if owner.grad_fn is None or owner.retains_grad else None
 
     def assign(self, call: Call, value: Tensor | None) -> None:
         """Assign a tensor or None."""

@@ -154,7 +154,7 @@ class LeafFacts(NamedTuple):
     """The facts about a tensor that determine its backward. same: the parameter itself, None for an argument.
 
     has_history: whether a backward goes on from it into the graph that made it. of_node: the number of hooks on the
-    node that accumulates its gradient; None if autograd itself runs that node after a replay.
+    node that accumulates its gradient; None if these are not asked for.
     """
 
     requires_grad: bool
@@ -174,10 +174,8 @@ class ParameterGuard:
     facts: tuple[LeafFacts, ...]
 
     @staticmethod
-    def of(
-        found: list[tuple[str, Source, Tensor]], hooks_run_outside: bool = False
-    ) -> ParameterGuard:
-        """The guard for these tensors as they are. hooks_run_outside: see `EntryState.now`."""
+    def of(found: list[tuple[str, Source, Tensor]], asks_nodes: bool = True) -> ParameterGuard:
+        """The guard for these tensors as they are. asks_nodes: see `PythonState`."""
         return ParameterGuard(
             tuple(source for _, source, _ in found),
             tuple(name for name, _, _ in found),
@@ -186,7 +184,7 @@ class ParameterGuard:
                     v.requires_grad,
                     v.grad_fn is not None,
                     hooks_of(v),
-                    None if hooks_run_outside else len(accumulator_hooks(v)),
+                    len(accumulator_hooks(v)) if asks_nodes else None,
                     _grad_dtype(source, v),
                     v if isinstance(v, nn.Parameter) else None,
                 )

@@ -309,6 +309,7 @@ class CapturedStep(PredictedStep):
         is_watched = (is_first or self._repeats_calls) and not (in_world() or with_lifetimes)
         kind = WatchedRecorder if is_watched else Recorder
         recorder = kind(not in_world(), live=live, for_real=True, observer=observer)
+        recorder.checks.goes_outside = self._goes_outside
         if in_world() or (with_lifetimes and self._reads_no_clock):
             recorder.checks.is_watched = True  # in a fake world, nothing is compared with eager
         return recorder

@@ -68,6 +68,7 @@ class ReplayedStep:
     """The programs of a step, and the calls that they cover."""
 
     _hooks_run_outside = False  # whether autograd runs the hooks of plain parameters after a replay
+    _goes_outside = False  # whether it is the backward of a graph of the caller's
     boundary = ""  # what of a framework's loop it is, for `explain`
 
     def __init__(self, train_step: Callable[..., Any], options: CaptureOptions) -> None:
@@ -418,6 +419,7 @@ class ReplayedStep:
     def _state_before(self, call: Invocation, signature: Signature) -> EntryState:
         """What a step may change and a replay may not: read before an audited call."""
         names, recorder = leaf_names(self._fn, call.spec), Recorder(True, live=signature.live)
+        recorder.checks.goes_outside = self._goes_outside
         varying, outside = self._changed_hyperparameters, self._hooks_run_outside
         live = signature.moving.live if signature.moving is not None else NO_PLACES
         return EntryState.now(self._fn, call.leaves, recorder, varying, names, outside, live)

@@ -124,14 +124,17 @@ class EntryState:
         hooks_run_outside: whether autograd runs hooks of plain parameters, and no program does.
         live: the places in Python that the step moves.
         """
-        call = Call(leaves, [])
+        call, asks_nodes = Call(leaves, []), not recorder.checks.goes_outside
         state = with_live_places(
-            live, lambda live: walked(fn, leaves, names, hooks_run_outside, live=live)
+            live,
+            lambda live: walked(
+                fn, leaves, names, hooks_run_outside, live=live, asks_nodes=asks_nodes
+            ),
         )
         roots = state.roots
         found = list(parameters(roots, leaves))
         places = Places.now(roots, leaves, found, recorder.storages)
-        if recorder.checks is not None:
+        if asks_nodes:
             recorder.checks.outside = made_outside(roots, leaves)
         moving = MovingPlaces.of(state)
         moving.bring_in(places, recorder)
@@ -188,7 +191,7 @@ class EntryState:
             if not may_have_grad(value) and any(address(t) in used for t in plain_tensors(value))
         ]
         if buffers:
-            yield ParameterGuard.of(buffers, self.python_state.state.hooks_run_outside)
+            yield ParameterGuard.of(buffers, self.python_state.state.asks_nodes)
         state, swapped = self.python_state.state, self.fsdp.tables()
         only_stored = cache(partial(is_only_stored, state.names.codes))  # layers have equal names
 
@@ -260,7 +263,7 @@ def _facts(
         ModeGuard.now(),
         ModuleGuard.of(roots, state.live),
         *hyperparameters,
-        ParameterGuard.of([*found, *_tensor_arguments(roots, leaves)], state.hooks_run_outside),
+        ParameterGuard.of([*found, *_tensor_arguments(roots, leaves)], state.asks_nodes),
     ]
 
 

@@ -70,6 +70,8 @@ def capture_backward(
 class CapturedTapes(CapturedStep):
     """Backwards by programs, one for each tape. refused: how many calls could not be listed, by reason."""
 
+    _goes_outside = True
+
     def __init__(self, options: CaptureOptions) -> None:
         self._hooks: list[
             Any

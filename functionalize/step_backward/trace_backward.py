@@ -174,6 +174,7 @@ class _UndoneRun:
                 _ = [storage_of(tensor) for tensor in plain_tensors(each)]
             except UnsupportedTensorError as error:
                 raise UncapturableError(f"`{name}`: the backward {error}") from error
+        self.recorder.checks.goes_outside = True
         entry = EntryState.now(_hooks, reached, self.recorder, names=names)
         for i, tensor in enumerate(retained):
             entry.slots.append((f"retained_{i}.grad", Gradient(Captured(tensor))))

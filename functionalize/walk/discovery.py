@@ -24,7 +24,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from functionalize._compat.autograd import hook_functions
 from functionalize.walk.code_names import NameFilter
 from functionalize.walk.fact_text import PLAIN
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
@@ -40,14 +39,16 @@ def walked(
     hooks_run_outside: bool = False,
     roots_only: bool = False,
     live: LivePlaces = NO_PLACES,
+    asks_nodes: bool = True,
 ) -> PythonState:
     """The Python state that `fn` can reach. args: the leaves of its arguments. names: of these, from its signature.
 
     roots_only: whether only `roots` is wanted of it. live: places whose contents are no facts.
+    asks_nodes: see `PythonState`.
     """
     known = _names_of(fn)
     while True:
-        state = PythonState(known, False, hooks_run_outside, roots_only, live)
+        state = PythonState(known, False, hooks_run_outside, roots_only, live, asks_nodes)
         before = known.size
         _walk(state, fn, args, names)
         if known.size == before:
@@ -67,7 +68,8 @@ def walked_again(
 ) -> PythonState:
     """The same walk at another time. is_replay: only the facts of the state are wanted. names: others than before."""
     names = before.names if names is None else names
-    state = PythonState(names, is_replay, before.hooks_run_outside, live=before.live)
+    outside, asks = before.hooks_run_outside, before.asks_nodes
+    state = PythonState(names, is_replay, outside, live=before.live, asks_nodes=asks)
     _walk(state, fn, args, before.roots.arguments or None, before.late)
     return state
 
@@ -119,7 +121,7 @@ def _walk(
         if not issubclass(type(leaf), Tensor):
             if type(leaf) not in PLAIN:
                 visits.append(Visit(((), name), name, leaf))
-        elif not state.hooks_run_outside and (hooks := hook_functions(leaf)):
+        elif not state.hooks_run_outside and (hooks := state.hooks_on(leaf)):
             visits.append(Visit(((), f"{name}.hooks"), "hook", tuple(hooks)))
             state.probes.give_up()  # the next argument is another tensor, with hooks of its own
     state.walk(visits, late)

@@ -22,7 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functionalize._compat.autograd import accumulator_tables, hook_functions, hook_tables
+from functionalize._compat.autograd import (
+    accumulator_hooks,
+    accumulator_tables,
+    hook_functions,
+    hook_tables,
+)
 from functionalize._compat.modules import without_reports
 from functionalize.scalars.live_scalars import is_live
 from functionalize.util.own_values import OWN_VALUES
@@ -80,6 +85,8 @@ class PythonState:
     opaque: objects with state that cannot be read.
     seen: id -> path, of every object that determines ops.
     hooks_run_outside: whether autograd runs the hooks of plain parameters after a replay, so that they are no facts.
+    asks_nodes: whether the hooks on nodes that accumulate gradients count. To ask for them leaves an empty table of
+    hooks at a node, which changes the tape of a graph.
     probes: a fast test that a walk would find the same facts; see `probes.py`.
     late: modules and optimizers that only attributes that no code names lead to; a replay's walk starts there too.
     live: places whose contents are no facts. slots: path, place, content (of tensors weakly) of those that may be.
@@ -95,10 +102,12 @@ class PythonState:
         hooks_run_outside: bool = False,
         roots_only: bool = False,
         live: LivePlaces = NO_PLACES,
+        asks_nodes: bool = True,
     ) -> None:
         """is_replay: only facts are wanted. roots_only: only roots are, and some facts are left out."""
         self.names, self.roots = names, Roots()
         self.hooks_run_outside = hooks_run_outside
+        self.asks_nodes = asks_nodes and not hooks_run_outside
         self.facts: list[Any] = []
         self.paths: list[Path] = []
         self.moving: list[Any] = []
@@ -394,10 +403,15 @@ class PythonState:
         """The hooks on the gradient of a leaf tensor, that run in the step."""
         if leaf is None or (self.hooks_run_outside and not hasattr(leaf, "device_mesh")):
             return
-        for table in (*hook_tables(leaf), *accumulator_tables(leaf)):
+        of_node = accumulator_tables(leaf) if self.asks_nodes else ()
+        for table in (*hook_tables(leaf), *of_node):
             self.probes.add_table(table)
-        if found := hook_functions(leaf):
+        if found := self.hooks_on(leaf):
             self._push(visit, Part(key, tuple(found), "hook"))
+
+    def hooks_on(self, leaf: Tensor) -> list[Any]:
+        """The hooks of a tensor that run in the step."""
+        return [*hook_functions(leaf), *(accumulator_hooks(leaf) if self.asks_nodes else ())]
 
     def _attributes_of_tensor(self, visit: Visit, tensor: Tensor | None) -> None:
         """What a script has assigned to a tensor: `p.lr_scale = 2`, as far as code names it."""
