@@ -27,6 +27,7 @@ from functionalize.ir.inputs import Call
 from functionalize.ir.scalars import NUMBER_DTYPES
 from functionalize.planning.timeline.timeline import Category
 from functionalize.scalars.live_scalars import as_live, is_live, plain
+from functionalize.util.reading import item_of
 
 if TYPE_CHECKING:
     from functionalize.recorder.recorder import Recorder
@@ -73,7 +74,7 @@ class HyperparameterNumber:
 
     def number(self) -> Any:
         """The number now. Raises `LookupError` if it is of another type or missing."""
-        value = self.optimizer.param_groups[self.group][self.key]
+        value = item_of(self.optimizer.param_groups[self.group], self.key)
         where = f"`{self.name}` group {self.group}: {self.key}"
         if self.index is not None:
             if not isinstance(value, tuple) or len(value) != self.length:

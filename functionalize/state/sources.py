@@ -25,6 +25,7 @@ from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.inputs import Argument, Call, Source, watch
 from functionalize.planning.timeline.categories import category_of
 from functionalize.planning.timeline.timeline import Category
+from functionalize.util.reading import item_of
 from functionalize.util.tensor_wrappers import is_no_wrapper, local_tensor, plain_tensors_by_path
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.fact_text import NUMBERS
@@ -52,7 +53,7 @@ class ModuleTensor:
         return table
 
     def resolve(self, call: Call) -> Any:
-        return getattr(self.module, self.table)[self.name]
+        return item_of(getattr(self.module, self.table), self.name)
 
     def watched(self, call: Call, facts: Unchanged) -> bool:
         facts.attribute(self.module, self.table)
@@ -113,8 +114,8 @@ class OptimizerState:
     category: ClassVar[Category] = Category.OPTIMIZER_STATE
 
     def resolve(self, call: Call) -> Any:
-        param = self.optimizer.param_groups[self.group]["params"][self.index]
-        return self.optimizer.state[param][self.key]
+        param = item_of(self.optimizer.param_groups[self.group], "params")[self.index]
+        return item_of(item_of(self.optimizer.state, param), self.key)
 
     def watched(self, call: Call, facts: Unchanged) -> bool:
         facts.states(self.optimizer)
@@ -131,7 +132,7 @@ class OptimizerParameter:
     category: ClassVar[Category] = Category.SHARDED_PARAMETERS
 
     def resolve(self, call: Call) -> Any:
-        return self.optimizer.param_groups[self.group]["params"][self.index]
+        return item_of(self.optimizer.param_groups[self.group], "params")[self.index]
 
     def watched(self, call: Call, facts: Unchanged) -> bool:
         return _watch_parameters(self.optimizer, self.group, facts)
@@ -147,7 +148,7 @@ class GroupTensor:
     category: ClassVar[Category] = Category.OPTIMIZER_STATE
 
     def resolve(self, call: Call) -> Any:
-        return self.optimizer.param_groups[self.group][self.key]
+        return item_of(self.optimizer.param_groups[self.group], self.key)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

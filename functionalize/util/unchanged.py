@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from functionalize._compat.fast_guards import dict_version, has_plain_attributes, plain_reads
+from functionalize.util.reading import PLAIN_CONTAINERS, item_of
 
 Read = Callable[[], Iterable[Any]]
 Test = Callable[[], bool]
@@ -170,9 +171,10 @@ class Unchanged:
         self._same(lambda: _flat(map(call, readers, spaces)))
         for lists in _split(self._lists, lambda items: any(map(_is_weak, items))):
             self._same(partial(_flat, lists))
-        for entries in _split(self._entries, lambda entry: _is_weak(getitem(*entry))):
+        for entries in _split(self._entries, lambda entry: _is_weak(item_of(*entry))):
             holders, keys = [h for h, _ in entries], [k for _, k in entries]
-            self._same(partial(map, getitem, holders, keys))
+            reads = [getitem if type(h) in PLAIN_CONTAINERS else item_of for h in holders]
+            self._same(partial(map, call, reads, holders, keys))
         for is_plain, names, owners in _by_names(self._attributes):
             with plain_reads() if is_plain else nullcontext():
                 self._same(reading(names, owners), is_plain)
@@ -219,6 +221,7 @@ class _Dict:
 
     def __init__(self, table: Any) -> None:
         self.table, self.is_whole, self.has_keys = table, False, False
+        self._read = getitem if type(table) in PLAIN_CONTAINERS else item_of
         self.entries: set[Any] = set()
         self.presence: set[Any] = set()
         self.reads: list[Names] = []
@@ -229,12 +232,12 @@ class _Dict:
 
     def freeze(self) -> None:
         """Read the dict."""
-        table = self.table
+        table, get = self.table, self._read
         self._keys, self._size = self._keys_now(), len(table)
         if self.is_whole:
             self.entries = set(table)
-        self._values = [(key, token(table[key])) for key in self.entries]
-        self._present = [(key, table[key] is None) for key in self.presence]
+        self._values = [(key, token(get(table, key))) for key in self.entries]
+        self._present = [(key, get(table, key) is None) for key in self.presence]
         self._reads = [(read, list(map(token, read(table)))) for read in self.reads]
 
     def _keys_now(self) -> list[Any]:
@@ -245,11 +248,11 @@ class _Dict:
 
     def hold(self) -> bool:
         """Whether the dict is as it was at `freeze`."""
-        table = self.table
+        table, get = self.table, self._read
         return (
             self._keys_now() == self._keys
-            and all(was() is table[key] for key, was in self._values)
-            and all((table[key] is None) is was for key, was in self._present)
+            and all(was() is get(table, key) for key, was in self._values)
+            and all((get(table, key) is None) is was for key, was in self._present)
             and (not self._reads or len(table) == self._size)
             and all(all(map(is_, map(call, was), read(table))) for read, was in self._reads)
         )

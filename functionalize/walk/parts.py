@@ -29,6 +29,7 @@ from functionalize.planning.timeline.timeline import Category
 from functionalize.util.own_values import OWN_VALUES
 from functionalize.util.packages import is_standard, is_users
 from functionalize.util.process_groups import group_name, is_group
+from functionalize.util.reading import item_of
 from functionalize.util.text import with_article
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.code_names import OBJECTS, TEXT, NameFilter, names_of_methods
@@ -55,7 +56,7 @@ class Held:
         if self.key is None:
             return container.cell_contents
         if isinstance(container, (dict, list, tuple)):
-            return container[self.key]
+            return item_of(container, self.key)
         return getattr(container, self.key)
 
     def watched(self, call: Call, facts: Unchanged) -> bool:
@@ -172,7 +173,7 @@ class Is:
 
 def attribute(table: Mapping[str, Any], key: str, is_named: bool = True) -> Part:
     """The entry of a table of attributes."""
-    return Part(key, table[key], key, Held(table, key), is_named)
+    return Part(key, item_of(table, key), key, Held(table, key), is_named)
 
 
 def pickled(value: Any) -> Parts:

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from functionalize._compat.fast_guards import ChangeCount, table_of_class
 from functionalize.util.packages import is_users
+from functionalize.util.reading import item_of
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.bound_methods import WHOLE
 from functionalize.walk.code_names import NameFilter
@@ -173,7 +174,7 @@ class Probes:
             return
         if self._live.keys_of(table) or _hold_tensors(table.values()):
             wanted = _keys(table, names)
-            tokens = [self._token(table[key], Held(table, key)) for key in wanted]
+            tokens = [self._token(item_of(table, key), Held(table, key)) for key in wanted]
             self._with_tensors.append((table, (wanted, names), tokens))
         else:
             self._tables.append((table, tuple(table), tuple(table.values()), names))
@@ -365,7 +366,9 @@ class Probes:
         if not keys:
             return len(holder) == len(tokens) and all(map(_is, tokens, holder))
         wanted, names = keys
-        return _keys(holder, names) == wanted and all(map(_is, tokens, map(holder.get, wanted)))
+        if _keys(holder, names) != wanted:
+            return False
+        return all(_is(was, item_of(holder, k)) for was, k in zip(tokens, wanted, strict=True))
 
     def _slots_hold(self, value: Any, tokens: list[Any]) -> bool:
         now = self._slots_of(value)
@@ -387,7 +390,9 @@ def _keys(table: Mapping[Any, Any], names: Names) -> list[Any]:
 
 def _names_hold(table: Mapping[Any, Any], keys: Any, values: Any, names: Container[Any]) -> bool:
     were = {key: value for key, value in zip(keys, values, strict=True) if key in names}
-    return _keys(table, names) == list(were) and all(table[k] is v for k, v in were.items())
+    return _keys(table, names) == list(were) and all(
+        item_of(table, k) is v for k, v in were.items()
+    )
 
 
 def _hold_tensors(values: Iterable[Any]) -> bool:
