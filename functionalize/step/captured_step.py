@@ -51,10 +51,10 @@ from functionalize.scalars.live_scalars import plain_tree, was_refused
 from functionalize.state import arguments
 from functionalize.state.python_state import VaryingNumbers
 from functionalize.step.cache import CachedProgram, Kinds
+from functionalize.step.copies import CopiedStep
 from functionalize.step.explain import explanation
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Built, Outcome, Refused, Unkept, WarmUp
-from functionalize.step.predicted_step import PredictedStep
 from functionalize.step.recording import StepRecording
 from functionalize.step.replayed_step import EVERY_CALL, WAITS
 from functionalize.step.rest import Rest
@@ -83,7 +83,7 @@ from functionalize.walk.unread import ReadArguments, looks_at_frames
 log = logging.getLogger("functionalize")
 
 
-class CapturedStep(PredictedStep):
+class CapturedStep(CopiedStep):
     """A training step that is recorded in its steady state and replayed after."""
 
     def __init__(self, train_step: Callable[..., Any], options: CaptureOptions) -> None:

@@ -24,6 +24,14 @@ class _Own:
         return type(None), ()  # deep copies and pickles hold None in its place
 
 
+def held_value(owner: Any, value: Any) -> Any | None:
+    """`value`, if it is one of the values of `owner`, which gets none by this; else None."""
+    own = (getattr(owner, "__dict__", None) or {}).get(OWN_VALUES)
+    if not isinstance(own, _Own) or own.owner is not owner:
+        return None
+    return next((each for each in own.values.values() if each is value), None)
+
+
 def own_values(owner: Any) -> dict[Any, Any] | None:
     """The values of `owner`, an object or a class, by descriptor; None if it cannot hold any."""
     table = getattr(owner, "__dict__", None)

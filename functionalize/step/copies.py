@@ -1,0 +1,110 @@
+"""Copies and pickles of a captured step: the callable is copied as in eager, programs are not.
+
+    copy.deepcopy(trainer)           its step is a captured step of the copied trainer's method, with the same options
+    pickle.dumps(trainer)            as above; fails where pickling the callable fails, with its error
+    torch.save(trainer, path)        as `pickle`
+
+A step that its module or class holds under its own name (`@capture`) is copied and pickled as functions are: by name.
+The step that `@capture` on a method made for one trainer becomes that of the copied trainer.
+Where an order matters: the copy exists before what its callable refers to is copied, because a trainer that holds the
+step may be among it.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import sys
+import types
+from typing import Any
+
+from functionalize.step.options import CaptureOptions
+from functionalize.step.predicted_step import PredictedStep
+from functionalize.util.own_values import held_value
+
+_ABSENT = object()
+
+
+class CopiedStep(PredictedStep):
+    """A captured step whose copies are captured steps of their own: made by `__init__`, of the copied callable."""
+
+    def __copy__(self) -> Any:
+        if _name_of(self) is not None:
+            return self
+        new = type(self)(self._fn, self._options)
+        vars(new).update(_given(self))
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if _name_of(self) is not None:
+            return self
+        of = _attribute_of(self)
+        if of is not None:
+            return getattr(copy.deepcopy(of[0], memo), of[1])
+        new = memo[id(self)] = type(self).__new__(type(self))
+        new.__setstate__((copy.deepcopy(self._fn, memo), None, self._options, {}))
+        vars(new).update(copy.deepcopy(_given(self), memo))
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        name, of = _name_of(self), _attribute_of(self)
+        if name is not None:
+            return name
+        if of is not None:
+            return getattr, of
+        method = _method(self._fn)
+        callable_ = (self._fn, None) if method is None else method
+        state = (*callable_, self._options, _given(self))
+        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: tuple[Any, str | None, CaptureOptions, dict[str, Any]]) -> None:
+        """Begin as a new captured step. state: the callable, or an object and the name of its method; the rest."""
+        owner, name, options, given = state
+        method = owner if name is None else getattr(type(owner), name).__get__(owner)
+        type(self).__init__(self, method, options)
+        vars(self).update(given)
+
+
+def _name_of(step: Any) -> str | None:
+    """The name under which the module of a step holds it, as pickling looks up functions; None: it holds it not."""
+    found = sys.modules.get(getattr(step, "__module__", ""))
+    name: str = getattr(step, "__qualname__", "")
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return name if found is step else None
+
+
+def _attribute_of(step: Any) -> tuple[Any, str] | None:
+    """The object whose attribute makes this step, as `@capture` on a method does, and the attribute; None: none."""
+    owner, name = getattr(step._fn, "__self__", None), getattr(step._fn, "__name__", "")
+    if owner is None or held_value(owner, step) is None:
+        return None
+    return (owner, name) if getattr(owner, name, None) is step else None
+
+
+def _method(method: Any) -> tuple[Any, str] | None:
+    """The object of a bound method and the method's name in its class, where pickling asks for the object's attribute.
+
+    The object may hold this very step under that name (`model.forward = capture(model.forward)`).
+    """
+    if type(method) is not types.MethodType or isinstance(method.__self__, type):
+        return None
+    name = method.__func__.__name__
+    found = getattr(type(method.__self__), name, None)
+    return (method.__self__, name) if found is method.__func__ else None
+
+
+def _given(step: Any) -> dict[str, Any]:
+    """The attributes that a script has given to a step."""
+    known = vars(type(step)(_nothing, step._options)).keys()
+    of_callable = getattr(step._fn, "__dict__", {})
+    return {
+        key: value
+        for key, value in vars(step).items()
+        if not key.startswith("_") and key not in known
+        if of_callable.get(key, _ABSENT) is not value
+    }
+
+
+def _nothing() -> None:
+    """Stands for a callable."""
