@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import re
+import sys
 from typing import Any
 
 import torch
@@ -131,3 +132,12 @@ def reshard_group_to(group: Any, mesh_info: Any) -> None:
     for param in group.fsdp_params:
         param.post_forward_mesh_info = mesh_info
         param._init_sharded_post_forward_param_metadata(torch.empty(param._orig_size))
+
+
+def backward_query() -> tuple[Any, str] | None:
+    """The module and the name of the function by which FSDP2 asks whether a backward runs (2.11 to 2.13).
+
+    None: FSDP2 is not imported, or this release does not ask.
+    """
+    owner = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    return (owner, "is_bw") if hasattr(owner, "is_bw") else None

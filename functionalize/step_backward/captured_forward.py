@@ -15,6 +15,7 @@ arguments, with generators and buffers restored to their state on entry, and aut
 graph. The run is recorded, and its backward is kept beside the others of the same forward. All ranks must run it again
 together, as it issues collectives. If a value that the forward read has changed since, it is refused (`GuardError`)
 before anything changes. Calls that the replay has made again (`print`, logging) are not made by the rerun.
+FSDP2 runs it as outside of a backward (`fsdp/forward_again.py`).
 
 Note [Audited forwards]
 An audited forward runs eagerly, and so does the backward that is called on it: its gradients are eager's. Both are
@@ -42,6 +43,7 @@ import torch
 from functionalize._compat.autograd import at_end_of_backward
 from functionalize.audit.audited_call import AuditedCall, judged
 from functionalize.errors import LoadError, PassError, SaveError
+from functionalize.fsdp.forward_again import as_outside_of_backward
 from functionalize.ir.generators import is_random
 from functionalize.ir.inputs import Call
 from functionalize.program.collective_order import recorded_sequences
@@ -222,7 +224,8 @@ class CapturedForward(PredictedForward):
         call = Invocation(args, kwargs, fresh, spec, self._key(fresh, spec), reason)
         recorder = self._recorder(call)
         recorder.calls.were_made = True
-        return self._run_forward(call, recorder, rerun_of=forward)
+        with as_outside_of_backward():
+            return self._run_forward(call, recorder, rerun_of=forward)
 
     # -- audit ---------------------------------------------------------------------------------
 

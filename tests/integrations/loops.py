@@ -133,7 +133,10 @@ class Counter:
     @property
     def _done(self) -> int:
         stats = getattr(self._step, "stats", None)
-        return 0 if stats is None else stats.replays + stats.audits  # audited calls could replay
+        if stats is None:
+            return 0
+        passed = stats.audits - stats.audit_failures  # calls that could replay
+        return stats.replays + passed - stats.reruns
 
     @property
     def replays(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -180,3 +181,43 @@ def test_an_exception_is_that_of_the_module():
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             model(torch.ones(3, 5))
         ordinary(model, batch(0))
+
+
+def cleared_after_the_forward(rank: int, captures: bool) -> tuple[list[Tensor], tuple[int, ...]]:
+    """Accumulation over two; gradients are cleared between a forward and its backward, as Lightning does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 8), nn.Linear(8, 2))
+    for block in model:
+        if isinstance(block, nn.Linear):
+            fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    found = CapturedCalls([model], audit=3) if captures else None
+    torch.manual_seed(rank)
+    for i in range(24):
+        loss = model(batch(i)).square().mean() / 2
+        if i % 2 == 0:
+            optimizer.zero_grad()
+        loss.backward()
+        if i % 2:
+            optimizer.step()
+    tensors = [p.to_local().detach().clone() for p in model.parameters()]
+    if found is None:
+        return tensors, ()
+    stats = found.calls[0].step.stats
+    found.remove()
+    return tensors, (stats.audits, stats.audit_failures, stats.captures)
+
+
+def both() -> tuple[bool, tuple[int, ...]]:
+    rank = dist.get_rank()
+    eager, _ = cleared_after_the_forward(rank, False)
+    ours, counts = cleared_after_the_forward(rank, True)
+    return all(map(torch.equal, eager, ours)), counts
+
+
+def test_gradients_cleared_between_forward_and_backward_audit_alike():
+    """The second backward is recorded by a forward that runs again inside autograd's backward, as FSDP2 sees."""
+    for same, (audits, failures, captures) in run_on_ranks(both, world=2):
+        assert same
+        assert audits >= 4 and not failures and captures == 2
