@@ -14,10 +14,12 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import chain
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from functionalize._compat.references import address
 from functionalize.fsdp.objects import fsdp_parameters, fsdp_slots, fsdp_tensors
@@ -264,6 +266,25 @@ def parameters(roots: Roots, leaves: Sequence[Any]) -> Iterator[tuple[str, Sourc
 
 
 _NO_CALL = Call((), [])
+
+
+def first_unmade(roots: Roots, leaves: Sequence[Any]) -> str | None:
+    """The name of a parameter or buffer that the next forward makes (`nn.LazyLinear`); None: there is none.
+
+    It has no storage, no sizes, and until then a class that ops cannot take.
+    """
+    arguments = zip(roots.arguments, leaves, strict=True)
+    found: Iterator[tuple[str, Any]] = chain(
+        ((name, value) for name, _, value in module_tensors(roots)),
+        (
+            (name, value)
+            for owner, optimizer in roots.optimizers.items()
+            for name, _, value in _optimizer_parameters(owner, optimizer)
+        ),
+        ((name, value) for name, _, value in roots.tensors),
+        arguments,
+    )
+    return next((name for name, value in found if is_lazy(value)), None)
 
 
 def slots(roots: Roots, found: Sequence[tuple[str, Source, Tensor]]) -> Iterator[tuple[str, Slot]]:

@@ -54,7 +54,7 @@ from functionalize.step.cache import CachedProgram, Kinds
 from functionalize.step.copies import CopiedStep
 from functionalize.step.explain import explanation
 from functionalize.step.options import CaptureOptions
-from functionalize.step.outcome import Built, Outcome, Refused, Unkept, WarmUp
+from functionalize.step.outcome import Built, NotYet, Outcome, Refused, Unkept, WarmUp
 from functionalize.step.recording import StepRecording
 from functionalize.step.replayed_step import EVERY_CALL, WAITS
 from functionalize.step.rest import Rest
@@ -323,7 +323,7 @@ class CapturedStep(CopiedStep):
         """
         return bool(self.stats.warmups or self.stats.captures or len(self._cache))
 
-    def _record(self, call: Invocation, recorder: Recorder) -> RecordedRun | Refused:
+    def _record(self, call: Invocation, recorder: Recorder) -> RecordedRun | NotYet | Refused:
         warn_if_untested()
         for cached in self._cache:
             for fact in cached.program.facts:
@@ -458,8 +458,10 @@ class CapturedStep(CopiedStep):
             return self._run_eagerly(args, kwargs)
         return self._run_unrecorded(error, args, kwargs)
 
-    def _run_unrecordable(self, refused: Refused, call: Invocation) -> Any:
-        """A call that failed before the step ran, since its objects cannot be inspected."""
+    def _run_unrecordable(self, refused: Refused | NotYet, call: Invocation) -> Any:
+        """A call that failed before the step ran, since its objects cannot be inspected, or not before it."""
+        if isinstance(refused, NotYet):
+            return self._run_before_recording(refused, call)
         self._refuse(call.key, refused.error)
         if self._options.raises and not refused.is_bug:
             raise refused.error
@@ -471,5 +473,16 @@ class CapturedStep(CopiedStep):
         if self._vote is not None:
             self._vote.worst(Level.REFUSED)
             self._refuse(EVERY_CALL, error)
+        self.stats.eager += 1
+        return result
+
+    def _run_before_recording(self, not_yet: NotYet, call: Invocation) -> Any:
+        """Run a call that makes what later recordings need; if ranks vote, they record again, too."""
+        log.info("%s runs eagerly, since it %s", self._name, not_yet.reason)
+        result = self._fn(*call.args, **call.kwargs)
+        if self._vote is not None:
+            self._vote.worst(not_yet.level)
+        else:
+            self._unsettled.add(call.reason, not_yet.reason)
         self.stats.eager += 1
         return result

@@ -1,5 +1,6 @@
 """Results of the stages that follow a recorded call: of one rank first, then of all ranks.
 
+    record    NotYet | Refused              why there is no recording
     judge     Steady | WarmUp | Refused     whether the recording is the steady state
     build     Built  | WarmUp | Refused     the program of a steady recording: an `Outcome`
     agree     Agreed                        the outcome after the worst on any rank
@@ -47,6 +48,17 @@ class Refused:
         refusal = UncapturableError(f"a bug in functionalize: {type(error).__name__}: {error}")
         refusal.__cause__ = error
         return Refused(refusal, is_bug=True)
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """The call runs eagerly, for it makes objects that a recording needs at its beginning; a later one is recorded.
+
+    reason: what the step does, for messages.
+    """
+
+    reason: str
+    level: ClassVar[Level] = Level.NOT_YET
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The four stages of a call that no program covers: record, judge, build, agree.
 
-    run = record(fn, call, recorder)                  RecordedRun | Refused
+    run = record(fn, call, recorder)                  RecordedRun | NotYet | Refused
     verdict = judge(run, unkept, previous)            Steady | WarmUp | Refused
     outcome = build(verdict, make)                    Built | WarmUp | Refused
     agreed = agree(outcome, recorder, vote, ...)      Agreed
@@ -8,7 +8,8 @@
 | stage  | does                                         | raises                                                  |
 | ------ | -------------------------------------------- | ------------------------------------------------------- |
 | record | runs the step for real, once                 | exceptions of the step; modes, torch's methods and      |
-|        |                                              | hyperparameters are as before. `Refused`: nothing ran   |
+|        |                                              | hyperparameters are as before. `NotYet`, `Refused`:     |
+|        |                                              | nothing ran                                             |
 | judge  | compares state and recordings                | nothing: the step has run, and its result is returned   |
 | build  | discharges, runs the passes, compiles        | nothing                                                 |
 | agree  | communicates with the other ranks            | `UncapturableError` if a rank does not answer in time   |
@@ -49,6 +50,7 @@ from functionalize.state.python_effects import in_order
 from functionalize.step.outcome import (
     Agreed,
     Built,
+    NotYet,
     Outcome,
     Refused,
     Steady,
@@ -56,7 +58,7 @@ from functionalize.step.outcome import (
     WarmUp,
 )
 from functionalize.step.recording import RecordingSummary, StepRecording, awaits_live_numbers
-from functionalize.step.step_state import EntryState, ExitState
+from functionalize.step.step_state import EntryState, ExitState, UnmadeError
 from functionalize.step.vote import Level, RankVote, Rendezvous, must_vote
 from functionalize.util.text import without_numbers
 from functionalize.walk.converted_arrays import tensors_by_array
@@ -153,7 +155,7 @@ def record(
     hooks_run_outside: bool = False,
     live: LivePlaces = NO_PLACES,
     meets_as: str | None = None,
-) -> RecordedRun | Refused:
+) -> RecordedRun | NotYet | Refused:
     """Inspect all objects that `fn` reaches, then run it for real while `recorder` is active.
 
     In a fake world `recorder` is not entered if the recording cannot be kept: to record the ops takes as long as they
@@ -177,6 +179,8 @@ def record(
         calls = ModuleCalls(numbered=False) if notes is None else notes.calls
         if not recorder.tape.is_off:
             calls.register(entry.roots)
+    except UnmadeError as unmade:
+        return NotYet(str(unmade))
     except Exception as error:
         return Refused.of(error)
     hyperparameters = lifted(entry.roots.optimizers, entry.hyperparameters, recorder)

@@ -44,6 +44,7 @@ from functionalize.state.sources import (
     OptimizerState,
     Slot,
     changed_slots,
+    first_unmade,
     made_outside,
     may_have_grad,
     parameters,
@@ -65,6 +66,16 @@ from functionalize.walk.parts import Held
 from functionalize.walk.roots import Roots
 from functionalize.walk.unread import AttributeReads
 from functionalize.walk.walker import PythonState
+
+
+class UnmadeError(Exception):
+    """A parameter or buffer that this call makes (`nn.LazyLinear`) cannot be an input of a program. Internal."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"reaches `{name}`, a lazy parameter or buffer, which only a forward of its module makes: call the "
+            "module once before the step, or remove it where no step calls it"
+        )
 
 
 @dataclass(slots=True)
@@ -122,7 +133,7 @@ class EntryState:
 
         varying: hyperparameters that become live numbers, besides the learning rates. names: the names of the leaves.
         hooks_run_outside: whether autograd runs hooks of plain parameters, and no program does.
-        live: the places in Python that the step moves.
+        live: the places in Python that the step moves. Raises `UnmadeError`.
         """
         call, asks_nodes = Call(leaves, []), not recorder.checks.goes_outside
         state = with_live_places(
@@ -132,6 +143,8 @@ class EntryState:
             ),
         )
         roots = state.roots
+        if (name := first_unmade(roots, leaves)) is not None:
+            raise UnmadeError(name)
         found = list(parameters(roots, leaves))
         places = Places.now(roots, leaves, found, recorder.storages)
         if asks_nodes:
