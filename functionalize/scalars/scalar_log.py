@@ -37,8 +37,7 @@ from functionalize._compat.stacks import CapturedTraceback
 from functionalize.ir.inputs import Source
 from functionalize.ir.ops import OpRecord
 from functionalize.ir.scalars import Applied, LiveNumber, Read, ScalarInput, is_expression
-from functionalize.util.number_uses import may_need_exact_number
-from functionalize.util.user_stack import is_internal
+from functionalize.util.number_uses import is_internal_code, may_need_exact_number
 
 FOREIGN_NUMBER = "a number that another recording reads is used in this one"
 
@@ -105,7 +104,7 @@ class ScalarLog:
 
     def is_live_for(self, reader: FrameType) -> bool:
         """Whether the function that reads a number by `.item()` receives a live one."""
-        if is_internal(reader.f_code.co_filename):
+        if is_internal_code(reader.f_code):
             return True
         return not (self.plain_reads or may_need_exact_number(reader, self._exact))
 

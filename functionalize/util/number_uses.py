@@ -36,6 +36,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from functionalize.util.code_objects import is_generated
 from functionalize.util.packages import is_installed_file, is_standard_file, is_users
 from functionalize.util.user_stack import is_internal, is_own
 
@@ -62,11 +63,11 @@ def may_need_exact_number(frame: FrameType | None, known: dict[tuple[CodeType, .
 
     known: the answers to earlier questions, by the functions on the stack.
     """
-    if frame is None or is_internal(frame.f_code.co_filename):
+    if frame is None or is_internal_code(frame.f_code):
         return False  # torch computes with the number itself
     todo: list[Code] = []
     while frame is not None and not is_own(frame.f_code.co_filename):
-        if not _is_librarys(frame.f_code.co_filename):
+        if not _is_librarys(frame.f_code):
             todo.append((frame.f_code, frame.f_globals, frame.f_locals))
         frame = frame.f_back
     if frame is None:  # a recorder without a step: where its user's code begins is not known
@@ -155,7 +156,7 @@ def _functions(value: Any, depth: int = 2) -> Iterator[Code]:
 def _function(value: FunctionType) -> Iterator[Code]:
     """The code of a function of the user's, with its globals, its closure and its defaults."""
     code = value.__code__
-    if _is_librarys(code.co_filename):
+    if _is_librarys(code):
         return
     cells = zip(code.co_freevars, value.__closure__ or (), strict=False)
     inner = {name: _content(cell) for name, cell in cells}
@@ -228,5 +229,13 @@ _OWN = ("self", "cls")
 
 
 @cache
-def _is_librarys(file: str) -> bool:
-    return is_installed_file(file) or is_standard_file(file) or is_internal(file)
+def _is_librarys(code: CodeType) -> bool:
+    file = code.co_filename
+    return is_installed_file(file) or is_standard_file(file) or is_internal_code(code)
+
+
+def is_internal_code(code: CodeType) -> bool:
+    """Whether code is torch's, this library's or generated; a script's that was given to `exec` or `-c` is none."""
+    if code.co_filename == "<string>":
+        return is_generated(code)
+    return is_internal(code.co_filename)

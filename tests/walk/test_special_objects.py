@@ -328,6 +328,7 @@ class Scale:
     def __exit__(self, *error): pass
     def __getattr__(self, name): return self.__dict__["k"]
     def __eq__(self, other): return self.k > 2
+    def __float__(self): return self.k
 """
 
 
@@ -347,6 +348,7 @@ _USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "with": _entered,
     "getattr": lambda s, x: x * s.anything,
     "==": lambda s, x: x * (2 if s == 1 else 3),
+    "float": lambda s, x: x * float(s),  # C accepts an exact float only
 }
 
 
