@@ -190,8 +190,10 @@ def process_generators() -> Iterator[tuple[str, Any]]:
 
 
 def random_generator(value: random.Random) -> Parts:
-    """A generator of Python's random numbers."""
-    return Parts(type(value), [Part("state", value.getstate())], is_moved=True)
+    """A generator of Python's random numbers. One of the system has no state that can be read."""
+    if isinstance(value, random.SystemRandom):
+        return Parts(type(value), is_opaque=True)
+    return Parts(type(value), [Part("state", random.Random.getstate(value))], is_moved=True)
 
 
 def numpy_generator(value: Any) -> Parts:
@@ -221,7 +223,10 @@ def _is_of_loops(value: Any) -> bool:
 
 
 def file(value: Any) -> Parts:
-    """A file, by its position; the standard streams have none that matters, see `recorder/effects.py`."""
+    """A file, by its position, and the file that it wraps; the standard streams have no position that matters.
+
+    Of the standard streams, see `recorder/effects.py`. A pair of files tells none of its two.
+    """
     if value in (sys.stdout, sys.stderr):
         return Parts(type(value))
     try:
@@ -232,13 +237,28 @@ def file(value: Any) -> Parts:
     for base in (io.BytesIO, io.StringIO):
         if isinstance(value, base) and not value.closed:
             contents = _digest(base.getvalue(value))  # type: ignore[arg-type]
-    return Parts((type(value), at, contents), is_moved=True)
+    inner = [getattr(value, name) for name in ("buffer", "raw") if _wraps(value, name)]
+    return Parts(
+        (type(value), at, contents),
+        [Part("wrapped", each) for each in inner],
+        is_moved=True,
+        is_opaque=isinstance(value, io.BufferedRWPair),
+    )
+
+
+def _wraps(value: Any, name: str) -> bool:
+    try:
+        return issubclass(type(getattr(value, name, None)), io.IOBase)
+    except ValueError:  # it is detached
+        return False
 
 
 def waiting(value: Any, names: NameFilter) -> Parts:
     """A queue: its elements, or their number. Asking for its size, or an empty one for more, does not move it."""
     held = [] if isinstance(value, queue.SimpleQueue) else [Part("queue", list(value.queue))]
-    held += [Part("maxsize", value.maxsize)] if isinstance(value, queue.Queue) else []
+    if isinstance(value, queue.Queue):
+        asked = ["unfinished_tasks"] if "unfinished_tasks" in names.names else []
+        held += [Part(name, getattr(value, name)) for name in ("maxsize", *asked)]
     size = value.qsize()
     is_moved = _ASKING_A_QUEUE.isdisjoint(names.names) and (
         size > 0 or _TAKING.isdisjoint(names.names)

@@ -77,7 +77,7 @@ _GENERATED = {"__repr__": TEXT} | dict.fromkeys(
 )
 
 _ASKING_A_LOCK = frozenset({"locked", "acquire", "acquire_lock"})
-_OF_LOGGERS = ("level", "propagate", "disabled")
+_OF_LOGGERS = ("level", "propagate", "disabled", "handlers", "filters")
 _OF_DESCRIPTORS = ("__func__", "fget", "fset", "fdel", "func", "args", "keywords")
 _RECORDS = ("pybind11_", "PyCapsule")  # what a function of C++ is bound to
 
@@ -362,6 +362,14 @@ def _proxy(value: Any, names: NameFilter) -> Parts:
     return Parts(("object", kind, known), [*held, *class_parts(kind, names)])
 
 
+def _finalizer(value: weakref.finalize[Any, Any], names: NameFilter) -> Parts:
+    """What a finaliser calls, which its class holds, and whether it has been called."""
+    fact = ("finalizer", value.alive, value.atexit)
+    _, function, args, keywords = value.peek() or (None, None, (), {})
+    held = [Part("func", function), Part("args", args), Part("kwargs", keywords)]
+    return Parts(fact, held, is_loose=True)
+
+
 def _variable(value: contextvars.ContextVar[Any], names: NameFilter) -> Parts:
     return Parts(("kind", type(value)), [Part("value", value.get(None))])
 
@@ -376,6 +384,8 @@ def _logger(value: Any, names: NameFilter) -> Parts:
     fact = ("logger", getattr(logger, "name", ""), level, logging.root.manager.disable)
     held = [] if logger is value else [Part("extra", value.extra)]
     held += [Part(k, getattr(logger, k, None)) for k in _OF_LOGGERS if k in names.names]
+    if "hasHandlers" in names.names and isinstance(logger, logging.Logger):
+        held.append(Part("hasHandlers", logging.Logger.hasHandlers(logger)))
     return Parts(fact, held)
 
 
@@ -428,6 +438,7 @@ _BY_TYPE: list[tuple[Any, Look]] = [
     (_DESCRIPTORS, _identity),
     (weakref.ReferenceType, _weak),
     (weakref.ProxyTypes, _proxy),
+    (weakref.finalize, _finalizer),
     (contextvars.ContextVar, _variable),
     (type(os.environ), _environ),
     ((type({}.keys()), type({}.values()), type({}.items())), _view),

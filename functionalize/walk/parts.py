@@ -14,6 +14,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 import logging
 import types
 from collections.abc import Container, Iterator, Mapping
@@ -303,15 +304,17 @@ def table_of(value: Any) -> dict[str, Any] | None:
 
 
 def _slots(value: Any, names: Container[Any], every: bool) -> Iterator[Part]:
+    # A place in a container is an element, so that what is in its slots has none.
+    has_places = not issubclass(type(value), (dict, list, tuple))
     for base in type(value).__mro__[:-1]:
         for name, slot in list(vars(base).items()) if "__slots__" in vars(base) else ():
             if isinstance(slot, types.MemberDescriptorType):
                 try:
-                    yield Part(
-                        name, slot.__get__(value), name, Held(value, name), every or name in names
-                    )
+                    content = slot.__get__(value)
                 except AttributeError:
                     continue
+                place = Held(value, name) if has_places else None
+                yield Part(name, content, name, place, every or name in names)
 
 
 def users(value: Any, names: NameFilter) -> Parts:
@@ -344,7 +347,10 @@ def iterator(value: Any, names: NameFilter) -> Parts:
     parts.is_moved = True
     # `map(scaled, numbers)`: the function is not moved. An `iter(function, end)` may not be, either.
     inner = [part.value for part in parts.held if type(part.value) is tuple]
-    parts.still = [Part(f"function {i}", v) for i, v in enumerate(sum(inner, ())) if _is_code(v)]
+    is_kept = isinstance(value, itertools.repeat)  # reading it does not change what it repeats
+    parts.still = [
+        Part(f"function {i}", v) for i, v in enumerate(sum(inner, ())) if is_kept or _is_code(v)
+    ]
     return parts
 
 

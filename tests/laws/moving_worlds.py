@@ -17,6 +17,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.laws.python_worlds import SPECIAL
+
 
 class Holder:
     """Numbers, a tensor, lists, a dict and generators, in attributes."""
@@ -31,11 +33,15 @@ class Holder:
         self.by_name: dict[str, Any] = {"count": 0, "loss": 0.0}
         self.numbers = [0, 0.0]
         self.g, self.rng = torch.Generator().manual_seed(5), random.Random(5)
+        self.specials = [make() for make in SPECIAL.values()]
+        for each in self.specials:
+            each.count, each.total = 0, 0.0
 
     @property
     def drawn(self) -> Any:
-        """The states of its generators."""
-        return self.g.get_state(), self.rng.getstate()
+        """The states of its generators, and what it counts in special objects."""
+        counts = [(each.count, each.total) for each in self.specials]
+        return self.g.get_state(), self.rng.getstate(), counts
 
 
 def counts(h: Holder, x: Tensor) -> Any:
@@ -131,12 +137,20 @@ def draws_and_decides(h: Holder, x: Tensor) -> Any:
     return x * 2 if torch.rand((), generator=h.g).item() < 0.5 else x * 3
 
 
+def counts_in_special_objects(h: Holder, x: Tensor) -> Any:
+    for each in h.specials:
+        each.count += 1
+        each.total += x.sum().item()
+    return x * h.specials[-1].count
+
+
 MOVES: dict[str, Callable[[Holder, Tensor], Any]] = {
     each.__name__: each
     for each in (
         *(counts, counts_and_reads, adds, averages, takes_turns, starts_again, keeps, keeps_and_reads),
         *(appends_a_loss, appends_a_tensor, appends_a_record, appends_and_reads, enters, changes_elements),
         *(toggles, exchanges, draws_noise, draws_in_place, draws_a_number, draws_and_decides),
+        counts_in_special_objects,
     )
 }  # fmt: skip
 _HARD = frozenset({"appends_and_reads", "toggles"})  # no program repeats them
@@ -191,6 +205,8 @@ class MovingWorld:
             self.held[at].losses.append("reset")
             self.held[at].g.manual_seed(7)
             self.held[at].rng.seed(7)
+            for each in self.held[at].specials:
+                each.count = 0
 
     @property
     def state(self) -> list[Any]:

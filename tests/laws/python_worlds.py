@@ -16,7 +16,11 @@ import collections
 import contextvars
 import enum
 import functools
+import io
+import logging
 import operator
+import queue
+import random
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -93,6 +97,47 @@ class Pair(NamedTuple):
 class Record:
     content: Any
     other: float = 1.0
+
+
+class Partial(functools.partial[Any]):
+    """A partial of the user's."""
+
+
+class Journal(logging.Logger):
+    """A logger of the user's."""
+
+
+class Batches(queue.Queue[Any]):
+    """A queue of the user's."""
+
+
+class Draws(random.Random):
+    """A generator of the user's."""
+
+
+class Text(io.StringIO):
+    """A file of the user's."""
+
+
+# What the walk reads by its content, so that attributes come on top.
+SPECIAL: dict[str, Callable[[], Any]] = {
+    "partial's attribute": lambda: functools.partial(int),
+    "logger's attribute": lambda: logging.Logger("made"),
+    "queue's attribute": queue.Queue,
+    "generator's attribute": lambda: random.Random(1),
+    "file's attribute": io.StringIO,
+    "partial of the user's": lambda: Partial(int),
+    "logger of the user's": lambda: Journal("made"),
+    "queue of the user's": Batches,
+    "generator of the user's": lambda: Draws(1),
+    "file of the user's": Text,
+}
+
+
+def special(make: Callable[[], Any], content: Any) -> Any:
+    made = make()
+    made.content = content
+    return made
 
 
 def with_default(content: Any) -> Any:
@@ -268,6 +313,10 @@ HOLDERS: dict[str, Holder] = {
     "property of a class": Holder(with_property, lambda h: h.content, set_property),
     "array": Holder(lambda c: np.array([c]), lambda h: float(h[0]), first, plain=True),
     "array.array": Holder(lambda c: array.array("d", [c]), lambda h: h[0], first, plain=True),
+    **{
+        name: Holder(functools.partial(special, make), lambda h: h.content, attribute("content"))
+        for name, make in SPECIAL.items()
+    },
 }
 SITES = ("closure", "method", "forward", "forward hook", "gradient hook")
 

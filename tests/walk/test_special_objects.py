@@ -10,9 +10,12 @@ import array
 import concurrent.futures
 import contextvars
 import ctypes
+import decimal
+import enum
 import functools
 import gc
 import io
+import itertools
 import linecache
 import logging
 import multiprocessing
@@ -56,6 +59,14 @@ class _Ref(weakref.ref):  # type: ignore[type-arg]
 
 
 class _Slotted(functools.partial):  # type: ignore[type-arg]
+    __slots__ = ("k", "n")
+
+
+class _Table(dict):  # type: ignore[type-arg]
+    __slots__ = ("k", "n")
+
+
+class _Row(list):  # type: ignore[type-arg]
     __slots__ = ("k", "n")
 
 
@@ -104,6 +115,9 @@ _SPECIAL: dict[str, Callable[[], Any]] = {
     "array": lambda: _Array("d"),
     "number of C": lambda: _Number(),
     "dict": lambda: UserDict(),
+    "dict with slots": lambda: _Table(k=5),
+    "list with slots": lambda: _Row([5]),
+    "handler": lambda: logging.NullHandler(),
     "cached function": lambda: functools.cache(lambda: None),
     "event": lambda: threading.Event(),
     "thread": lambda: threading.Thread(),
@@ -154,6 +168,21 @@ def test_a_counter_there_moves_as_in_eager_or_the_step_is_refused(name: str) -> 
         assert name not in ("partial", "logger", "queue", "random", "text file")
         return
     assert found == expected
+
+
+def test_no_method_of_the_user_is_called_to_read_a_generator() -> None:
+    class Counting(random.Random):
+        asked = 0
+
+        def getstate(self) -> Any:
+            Counting.asked += 1
+            return super().getstate()
+
+    special = Counting(1)
+    special.k = 2.0  # type: ignore[attr-defined]
+    step = fz.capture(lambda x: x * special.k, audit=False)  # type: ignore[attr-defined]
+    assert [step(torch.ones(1)).item() for _ in range(4)] == [2.0] * 4
+    assert Counting.asked == 0
 
 
 def test_another_class_attribute_of_a_subclass_is_a_guard() -> None:
@@ -214,6 +243,56 @@ _LOCKS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any],
         lambda pair: pair[0](pair[1]),
         lambda pair: pair[1].update(a=2.0),
     ),
+    "unfinished tasks": (
+        queue.Queue,
+        lambda q: q.unfinished_tasks + 1,
+        lambda q: setattr(q, "unfinished_tasks", 2),
+    ),
+    "finalizer": (
+        lambda: weakref.finalize(_at_home, int),
+        lambda f: 2 if f.alive else 3,
+        lambda f: f.detach(),
+    ),
+    "finalizer at exit": (
+        lambda: weakref.finalize(_at_home, int),
+        lambda f: 2 if f.atexit else 3,
+        lambda f: setattr(f, "atexit", False),
+    ),
+    "handlers": (
+        lambda: logging.Logger("mine"),
+        lambda log: 2 if log.hasHandlers() else 3,
+        lambda log: log.addHandler(logging.NullHandler()),
+    ),
+    "list of handlers": (
+        lambda: logging.Logger("mine"),
+        lambda log: len(log.handlers) + 1,
+        lambda log: log.addHandler(logging.NullHandler()),
+    ),
+    "endless repetition": (
+        lambda: [itertools.repeat(1.0)],
+        lambda held: next(held[0]),
+        lambda held: operator.setitem(held, 0, itertools.repeat(2.0)),
+    ),
+    "precision": (
+        decimal.Context,
+        lambda context: context.prec,
+        lambda context: setattr(context, "prec", 7),
+    ),
+    "level": (
+        lambda: logging.Logger("mine"),
+        lambda log: 2 if log.isEnabledFor(20) else 3,
+        lambda log: log.setLevel(30),
+    ),
+    "attribute of a member": (
+        lambda: enum.Enum("Color", "RED"),
+        lambda color: getattr(color.RED, "w", 1.0),
+        lambda color: setattr(color.RED, "w", 2.0),
+    ),
+    "wrapped file": (
+        lambda: io.BufferedWriter(io.BytesIO(b"abc")),
+        lambda file: len(file.raw.getvalue()) + 1,
+        lambda file: file.truncate(1),
+    ),
     "maxsize": (
         lambda: queue.Queue(3),
         lambda q: 2 if q.full() else 3,
@@ -244,6 +323,8 @@ def test_state_of_synchronization_is_a_guard(name: str) -> None:
         (torch.futures.Future, "Future"),
         (torch.distributed.HashStore, "HashStore"),
         (threading.local, "_local"),
+        (random.SystemRandom, "SystemRandom"),
+        (lambda: io.BufferedRWPair(io.BytesIO(b"abc"), io.BytesIO()), "BufferedRWPair"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(make: Callable[[], Any], word: str) -> None:
