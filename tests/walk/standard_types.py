@@ -28,6 +28,7 @@ import dataclasses
 import datetime
 import enum
 import functools
+import gc
 import importlib
 import inspect
 import io
@@ -470,10 +471,12 @@ def _text(value: Any) -> str:
 
 @functools.cache
 def rows(module: str) -> list[Row]:
-    """Of each public name of a module."""
+    """What `verdict` says of each public name of a module."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return [verdict(module, name, kind) for name, kind in public_names(module)]
+        found = [verdict(module, name, kind) for name, kind in public_names(module)]
+        gc.collect()  # files that are not closed warn here
+    return found
 
 
 COLUMNS = ("guarded", "moved", "no state", "refused", "no object")
