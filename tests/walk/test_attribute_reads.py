@@ -344,7 +344,7 @@ def test_a_class_that_looks_past_its_attributes_is_not_observed(library: Any):
 
 
 def test_another_thread_reads_while_a_step_is_recorded(library: Any):
-    """Its reads count, too, and its objects behave as ever."""
+    """Its objects behave as ever. While it runs, no number is made live; when it has ended, the step is captured."""
     loop, stop, seen = library.Loop(), threading.Event(), set[Any]()
 
     def read() -> None:
@@ -360,4 +360,7 @@ def test_another_thread_reads_while_a_step_is_recorded(library: Any):
     finally:
         stop.set()
         thread.join()
-    assert seen == {(0, 1.0, False)} and step.stats.replays, step.explain()
+    assert seen == {(0, 1.0, False)}
+    for _ in range(4):
+        step(torch.ones(4, 3))
+    assert step.stats.replays, step.explain()
