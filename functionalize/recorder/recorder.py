@@ -116,6 +116,7 @@ class Recorder(Watcher):
             self.observer.start(self)
 
     def stop(self) -> None:
+        self.tape.end()
         if self.scalar_log is not None:
             learn_texts(self.scalar_log)
             self.scalar_log.close()

@@ -126,6 +126,10 @@ class TapeNotes:
         self.stacks.main, self.made = _thread(), next_node_number()
         self.saved_by(*saved_tensor_hooks())
 
+    def end(self) -> None:
+        """The recording is over: no reference to a leaf is kept, since torch swaps no tensor that has a weak one."""
+        self._known = {}
+
     def thread(self) -> int:
         """The running thread; 0 is the thread of the recording."""
         found = _thread()
