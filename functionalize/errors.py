@@ -83,6 +83,10 @@ class PassError(FunctionalizeError):
     """A pass was applied at a stage, or with an option, that it does not accept."""
 
 
+class UnknownValueError(PassError):
+    """The size of a value is not known: of an op without a fake kernel, for sizes that were not recorded."""
+
+
 class CompileError(FunctionalizeError):
     """A runner (`compile="inductor"`, `"cudagraphs"`) cannot take a program; nothing has run."""
 

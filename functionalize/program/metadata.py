@@ -23,6 +23,7 @@ gradient_of    the parameters whose gradients the value is, as autograd has accu
 
 A number that Python reads has as `val` the value that was recorded for it in `hint`. A result whose size depends on
 data has the geometry in `sized`, which was recorded, or is that for other sizes; an early guard checks the size.
+A result of an op without a fake kernel that answers (custom ops without `register_fake`) is described as recorded.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from functionalize._compat.dispatch import disable_current_modes
 from functionalize._compat.fsdp import fsdp_role
 from functionalize._compat.graphs import TensorMetadata
 from functionalize._compat.references import address
+from functionalize.errors import UnknownValueError
 from functionalize.ir.fake_mode import fake_like
 from functionalize.ir.fakes import Fakes, reads, writes
 from functionalize.ir.inputs import InputSpec
@@ -225,9 +227,31 @@ def size_by_data(node: fx.Node) -> Any:
     record = node.meta.get("record")
     if "sized" in node.meta or record is None:
         return node.meta.get("sized")
-    if node.target is not record.target or not is_sized_by_data(record):
+    return as_recorded(node) if is_sized_by_data(record) else None
+
+
+def as_recorded(node: fx.Node) -> Any:
+    """(geometry, device) of the result of a recorded op, or a list of them; None if it is not all on new storages."""
+    record = node.meta.get("record")
+    if record is None or node.target is not record.target:
         return None
     return _recorded(record.outputs, record.meta.get("born", {}))
+
+
+def _is_as_recorded(node: fx.Node, args: Any, kwargs: Any) -> bool:
+    """Whether a call has the sizes and numbers that were recorded: the copy of a program for other sizes has others."""
+    record = node.meta.get("record")
+    return record is not None and _looks([record.args, record.kwargs]) == _looks([args, kwargs])
+
+
+def _looks(arg: Any) -> Any:
+    if isinstance(arg, TensorRef):  # a tuple, too
+        return tuple(arg.geometry.size), arg.geometry.dtype
+    if isinstance(arg, (list, tuple)):
+        return [*map(_looks, arg)]
+    if isinstance(arg, dict):
+        return {name: _looks(each) for name, each in arg.items()}
+    return (tuple(arg.shape), arg.dtype) if isinstance(arg, Tensor) else arg
 
 
 def _recorded(outputs: Any, born: Mapping[int, Any]) -> Any:
@@ -258,6 +282,7 @@ class Values:
         self._env: dict[fx.Node, Any] = {}
         self._looks: dict[Geometry, TensorMetadata] = {}  # the values of equal layers share them
         self._recipes: dict[int, list[Any]] = {}  # start of a block -> recipes of its values
+        self._as_recorded: set[int] = set()  # addresses of ops without a fake kernel that answers
         self._finished = False
         self._fill(self._repeats.read_from_outside())
 
@@ -290,7 +315,9 @@ class Values:
         if like.start not in self._recipes:
             # A result is described as it is now: after all writes.
             there = range(like.start, like.end)
-            runs = any(writes(nodes[place].target) for place in there)
+            targets: list[Any] = [nodes[place].target for place in there]
+            # A size that was recorded says nothing about that in another block.
+            runs = any(writes(each) or address(each) in self._as_recorded for each in targets)
             recipes = [None if runs else self._recipe(place) for place in there]
             looks = [nodes[place].meta.get("tensor_meta") for place in there]
             self._recipes[like.start] = list(zip(recipes, map(reads, recipes), looks, strict=True))
@@ -327,6 +354,25 @@ class Values:
             for t in tensors_of(nodes[at].meta["val"])
         ]
 
+    def _result(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """The fake result of a call; what was recorded, where torch cannot say: the op has no fake kernel that answers.
+
+        Raises `UnknownValueError` if nothing was recorded, either: of a program for other sizes, or of a file.
+        """
+        target: Any = node.target
+        try:
+            return self._fakes.run(target, args, kwargs)
+        except Exception as error:
+            made = as_recorded(node) if _is_as_recorded(node, args, kwargs) else None
+            if made is None:
+                raise UnknownValueError(
+                    f"the size of `{node.name}` is not known: {target} has no fake kernel that "
+                    f"answers ({type(error).__name__}: {error}): give it one with "
+                    "`torch.library.register_fake`, or capture without passes"
+                ) from error
+            self._as_recorded.add(address(target))
+            return self._fakes.sized(made)
+
     def _run(self, node: fx.Node) -> None:
         fakes = self._fakes
         if node.op == "placeholder":
@@ -338,8 +384,7 @@ class Values:
             if (value := node.meta.get("hint")) is None:
                 made = node.meta.get("sized")
                 run = made is None
-                target: Any = node.target
-                value = fakes.run(target, args, kwargs) if run else fakes.sized(made)
+                value = self._result(node, args, kwargs) if run else fakes.sized(made)
         else:
             return
         self._env[node] = node.meta["val"] = value

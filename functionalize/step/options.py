@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from functionalize.audit.schedule import AuditOption, AuditSchedule
+from functionalize.errors import UnknownValueError
 from functionalize.lengths.length_classes import LengthClasses
 from functionalize.lengths.proofs import EVERY
-from functionalize.program.collective_order import fingerprints
+from functionalize.program.collective_order import fingerprints, groups_of
 from functionalize.program.program import Program
 from functionalize.run import runner
 from functionalize.run.boxed import boxed
 from functionalize.templates.template import EARLY, FEWEST
+
+log = logging.getLogger("functionalize")
 
 OnUncapturable = Literal["raise", "eager"]
 Compile = Literal["inductor", "cudagraphs"] | None
@@ -140,11 +144,21 @@ class CaptureOptions:
         return fingerprints(program.graph)
 
     def applied(self, program: Program) -> Program:
-        """The program, or a copy of it after the passes, ready to run."""
+        """The program, or a copy of it after the passes, ready to run.
+
+        One with a value of unknown size is left alone; if it issues collectives, `UnknownValueError` is raised.
+        """
         if self.passes:
             from functionalize import passes  # here, as `passes` imports `functionalize`
 
-            program = passes.run(program, self.passes)
+            try:
+                program = passes.run(program, self.passes)
+            except UnknownValueError as error:
+                if any(
+                    groups_of(n.target, n.args) for n in program.graph.nodes
+                ):  # other ranks may run theirs after the passes
+                    raise
+                log.warning("a program for other sizes runs without its passes: %s", error)
         elif self.compares:
             program.describe()  # the sizes of what collectives send
         program.runner = self.runner
