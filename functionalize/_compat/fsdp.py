@@ -135,7 +135,7 @@ def reshard_group_to(group: Any, mesh_info: Any) -> None:
 
 
 def backward_query() -> tuple[Any, str] | None:
-    """The module and the name of the function by which FSDP2 asks whether a backward runs (2.11 to 2.13).
+    """The module and the name of the function by which FSDP2 asks whether a backward runs (2.13, 2.15).
 
     None: FSDP2 is not imported, or this release does not ask.
     """

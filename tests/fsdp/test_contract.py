@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import functionalize as fz
-from functionalize._compat.fsdp import fsdp_classes
+from functionalize._compat.fsdp import backward_query, fsdp_classes
 from functionalize.discharge.rules import collectives
 from functionalize.errors import UncapturableError, UntestedTorchWarning
 from functionalize.fsdp import contract as fsdp_contract
@@ -52,6 +52,18 @@ def test_every_op_that_communicates_has_a_rule_or_a_refusal_of_its_own() -> None
 def test_every_attribute_and_method_of_fsdp2_is_explained() -> None:
     assert [cls.__name__ for cls in fsdp_classes()] == [*NAMES, "FSDPModule"]
     assert list(unknown_attributes()) == []
+
+
+def test_the_function_by_which_a_forward_asks_whether_a_backward_runs_is_found() -> None:
+    """A release that asks in another way would reshard differently in a forward that runs again in a backward."""
+    group = next(cls for cls in fsdp_classes() if cls.__name__ == "FSDPParamGroup")
+    names = set[str](group.post_forward.__code__.co_names)
+    asked = {name for name in names if name == "is_bw" or "graph_task" in name}
+    found = backward_query()
+    assert ({found[1]} if found is not None else set[str]()) == asked
+    if found is not None:
+        owner, name = found
+        assert group.post_forward.__globals__ is vars(owner) and getattr(owner, name)() is False
 
 
 def test_every_entry_says_why() -> None:

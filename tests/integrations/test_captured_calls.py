@@ -216,6 +216,7 @@ def both() -> tuple[bool, tuple[int, ...]]:
     return all(map(torch.equal, eager, ours)), counts
 
 
+@pytest.mark.long
 def test_gradients_cleared_between_forward_and_backward_audit_alike():
     """The second backward is recorded by a forward that runs again inside autograd's backward, as FSDP2 sees."""
     for same, (audits, failures, captures) in run_on_ranks(both, world=2):
