@@ -3,6 +3,7 @@
     self.n += 1; self.total += loss.item()     numbers: live in the recording, and assigned by a replay
     self.is_first = False                      flags: guarded on entry, and assigned by a replay
     self.last = loss.detach()                  tensors: inputs if the step reads them, and assigned by a replay
+    self.state = h.detach(), c.detach()        tuples of tensors: as these, a replay makes a tuple of the same type
     losses.append(loss.item())                 lists that code of the step only appends to, `history["loss"]` as well
 
     with MovingState(places, recorder) as moving, recorder:    places that an earlier call was seen to move
@@ -58,10 +59,13 @@ from functionalize.walk.fact_text import NUMBERS, Path, text_of
 from functionalize.walk.live_places import (
     LIVE_NUMBERS,
     NO_PLACES,
+    Bundle,
     LivePlaces,
     content,
     is_absent,
+    is_bundle,
     put,
+    structure_of,
 )
 from functionalize.walk.parts import Held
 from functionalize.walk.unread import AttributeReads
@@ -166,7 +170,7 @@ def moved(before: PythonState, after: PythonState) -> LivePlaces:
         if is_only_appended(after, path, place, found)
     }
     if values and any_needs_exact(after.roots.functions):
-        values = {k: p for k, p in values.items() if isinstance(content(p), (Tensor, bool))}
+        values = {k: p for k, p in values.items() if _is_no_number(content(p))}
     return LivePlaces(values, lists)
 
 
@@ -201,7 +205,13 @@ def is_only_appended(state: PythonState, path: Path, place: Held, found: list[An
     )
 
 
+def _is_no_number(value: Any) -> bool:
+    return isinstance(value, (Tensor, bool)) or is_bundle(value)
+
+
 def _is_same(was: Any, now: Any) -> bool:
+    if type(now) is Bundle:
+        return type(was) is Bundle and was.equals(now)
     if type(now) is weakref.ReferenceType:
         return type(was) is weakref.ReferenceType and was() is now()
     return type(was) is type(now) and repr(was) == repr(now)
@@ -242,6 +252,9 @@ class MovingState:
             if isinstance(was, Tensor):
                 self._were.append(weakref.ref(was))
                 continue
+            if is_bundle(was):
+                self._were.append(Bundle(was))
+                continue
             if log is not None and type(was) in LIVE_NUMBERS:
                 was = as_live(log.from_source(PlaceNumber(place, name, type(was)), name, was))
                 put(place, was)
@@ -273,6 +286,9 @@ class MovingState:
                 continue
             if now is was:
                 continue
+            if type(was) is Bundle:
+                self._finish_bundle(name, place, was, now)
+                continue
             known = is_live(now) or isinstance(now, Tensor) or self._is_constant(name, now)
             known = known or (type(now) is bool and type(hint) is bool)
             if not known and (type(now) not in LIVE_NUMBERS or not _is_same(hint, now)):
@@ -285,6 +301,27 @@ class MovingState:
         for (name, place), (was, items) in zip(places.lists, self._items, strict=True):
             self._finish_list(name, place, was, items)
         self._items.clear()
+
+    def _finish_bundle(self, name: str, place: Held, was: Bundle, now: Any) -> None:
+        """Of a tuple of tensors. A replay makes another one, so that no second place may hold it."""
+        if was.is_same(now):
+            if was.has_other_storages():
+                what = f"gives a tensor in `{name}` another storage (`.data = ...` or `set_`)"
+                self.refusal = self.refusal or what
+            return
+        if not is_bundle(now) or structure_of(now) != was.structure:
+            self._refuse(name, now, was)
+            return
+        left = zip(self._places.values, self._left, strict=True)
+        other = next((n for (n, p), value in left if value is now and p is not place), None)
+        if other is not None:
+            self.refusal = self.refusal or (
+                f"leaves one tuple in `{name}` and `{other}`, where a replay would make two: make one for each, "
+                "`a, b = (h, c), (h, c)`"
+            )
+            return
+        self.moved[place.place] = place
+        self.effects.append((Assigned(name, place), now))
 
     def _is_constant(self, name: str, now: Any) -> bool:
         return (type(now), repr(now)) in self._places.constants[name]
@@ -336,6 +373,8 @@ class MovingState:
 def _brief(value: Any) -> str:
     if isinstance(value, Tensor) or type(value) is weakref.ReferenceType:
         return "a tensor"
+    if type(value) is Bundle or is_bundle(value):
+        return "a tuple of tensors"
     return f"a list of {len(value)}" if isinstance(value, list) else repr(value)
 
 

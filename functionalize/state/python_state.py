@@ -139,7 +139,10 @@ class SurroundingsGuard:
             now = walked_again(self.fn, call.leaves, was, is_replay=False)
             moving, found = now.moving, _difference(was.facts, was.paths, now.facts, now.paths)
             pairs = zip(now.facts, was.facts, strict=False)
-            advice = next((advice_on(new) for new, old in pairs if new != old), "")
+            advices = [advice_on(new) for new, old in pairs if new != old]
+            if found is not None and found.endswith("another object"):
+                advices = list(filter(None, advices))  # of what it holds
+            advice = next(iter(advices), "")
         if found is None:
             for (name, before), (_, after) in zip(self.entries, _entries(was.roots), strict=True):
                 if before != after:

@@ -33,7 +33,9 @@ from functionalize.state.sources import (
     slots,
 )
 from functionalize.util.tensor_wrappers import address_of
-from functionalize.walk.live_places import LivePlaces
+from functionalize.walk.fact_text import CARRIED
+from functionalize.walk.live_places import LivePlaces, content
+from functionalize.walk.parts import Held
 from functionalize.walk.roots import Roots
 
 Named = tuple[str, Source, Tensor]
@@ -61,7 +63,7 @@ class FixedTensor(NamedTuple):
         """What the step has done to it that a replay would not."""
         try:
             if self.source.resolve(call) is not self.tensor:
-                return f"assigns another tensor to `{self.name}`"
+                return f"assigns another tensor to `{self.name}`{self._advice()}"
         except (LookupError, AttributeError):
             return f"removes `{self.name}`"
         if address_of(self.tensor) != self.address:
@@ -69,6 +71,11 @@ class FixedTensor(NamedTuple):
         if _layout(self.tensor) != self.layout:
             return f"gives `{self.name}` other sizes or strides in place (`resize_`, `unsqueeze_`, `t_`)"
         return None
+
+    def _advice(self) -> str:
+        place = self.source.container if isinstance(self.source, Held) else None
+        is_of_list = isinstance(place, Held) and type(content(place)) is list
+        return CARRIED if is_of_list else ""
 
 
 def _layout(tensor: Tensor) -> Any:
@@ -86,7 +93,7 @@ def fixed_tensors(roots: Roots, swapped: Container[Any], live: LivePlaces) -> It
         if (id(source.entries), source.name) not in swapped:
             yield FixedTensor.of(name, source, value)
     for name, variable, value in (*plain_attributes(roots, live.lists), *roots.tensors):
-        if variable.place not in live.values:
+        if variable.place not in live.values and not live.is_inside(variable):
             yield FixedTensor.of(name, variable, value)
 
 

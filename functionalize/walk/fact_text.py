@@ -28,6 +28,12 @@ PLAIN = frozenset(
 )
 
 _MOVED = (int, float, bool)
+# Of tensors in a list, a dict or another object that the step replaces by one with other tensors. A replay makes
+# no such object anew, since what else holds it would not see later changes.
+CARRIED = (
+    ": carry tensors to the next call in a tuple (`self.state = (h, c)`), or each in an attribute of its own "
+    "(`self.h = h`)"
+)
 
 Path = tuple[Any, ...]  # (path of the holder, name there); () is the step itself
 
@@ -68,7 +74,8 @@ def advice_on(fact: Any) -> str:
     """What to do about state that a step changes and a replay would not, if there is more to say than "do not"."""
     if _is_array(fact):
         return ": keep it as a tensor (`torch.from_numpy(array)`), which a replay writes, too"
-    return ""
+    advice: str = getattr(fact, "advice", "")
+    return advice
 
 
 def draws_text(name: str, mover: Any) -> str:

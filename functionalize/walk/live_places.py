@@ -1,4 +1,5 @@
-"""The places in Python that a step moves and that a replay moves alike: numbers, tensors, lists that only grow.
+"""The places in Python that a step moves and that a replay moves alike: numbers, tensors, tuples of tensors, lists that
+only grow.
 
     live = LivePlaces({held.place: held}, {id(losses): losses})
     live.kind_at(held, 4)      int: the number is no fact of the walk, its type is
@@ -13,17 +14,18 @@ import argparse
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from functionalize.scalars.live_scalars import left_behind
 from functionalize.util.packages import is_users
+from functionalize.util.tensor_wrappers import address_of
 from functionalize.walk.data_parts import CONTAINERS
-from functionalize.walk.fact_text import PLAIN
+from functionalize.walk.fact_text import NUMBERS, PLAIN
 from functionalize.walk.object_parts import is_read_by_content
 from functionalize.walk.parts import Held, Visit
 from functionalize.walk.unread import is_observable
@@ -63,6 +65,23 @@ class LivePlaces:
 
     def __bool__(self) -> bool:
         return bool(self.values or self.lists)
+
+    def holds_bundle(self, place: Held | None, value: Any) -> bool:
+        """Whether a live place holds a tuple of tensors: the step puts others there as a whole."""
+        return (
+            bool(self.values)
+            and place is not None
+            and place.place in self.values
+            and is_bundle(value)
+        )
+
+    def is_inside(self, place: Held) -> bool:
+        """Whether a place is one of a tuple at a live place, or of a tuple in it."""
+        outer = place
+        while isinstance(outer.container, Held):
+            outer = outer.container
+        is_live = outer is not place and outer.place in self.values
+        return is_live and is_bundle(content(outer))
 
     def kind_at(self, place: Held | None, value: Any) -> type | None:
         """The type of the number at a live place; None for any other place or value."""
@@ -118,8 +137,99 @@ def is_absent(value: Any) -> bool:
 
 
 def may_live(value: Any) -> bool:
-    """Whether a replay can move a value: a number, a flag or a tensor."""
-    return type(value) in _MOVED or issubclass(type(value), Tensor)
+    """Whether a replay can move a value: a number, a flag, a tensor or a tuple of tensors."""
+    return type(value) in _MOVED or issubclass(type(value), Tensor) or is_bundle(value)
+
+
+def structure_of(value: Any) -> Hashable:
+    """What a replay does not move of a value: the type, and of a tuple the structures of its elements.
+
+    Of what else a tuple holds beside tensors: the value of a number or a text, and which object another one is.
+    """
+    if _is_tuple(type(value)):
+        return type(value), tuple(map(_structure_inside, tuple.__iter__(value)))
+    return cast(Hashable, type(value))
+
+
+def _structure_inside(value: Any) -> Hashable:
+    if issubclass(type(value), Tensor) or _is_tuple(type(value)):
+        return structure_of(value)
+    return (type(value), repr(value)) if type(value) in PLAIN else (type(value), id(value))
+
+
+def is_bundle(value: Any) -> bool:
+    """Whether a value is a tuple or named tuple of tensors, of such tuples, and of plain values; one is a tensor."""
+    return _is_tuple(type(value)) and (leaves := leaves_of(value)) is not None and any(leaves)
+
+
+def leaves_of(value: Any) -> list[bool] | None:
+    """For each leaf of a tuple, whether it is a tensor; None: there are leaves of other kinds."""
+    found: list[bool] = []
+    for each in tuple.__iter__(value):
+        if issubclass(type(each), Tensor):
+            found.append(True)
+        elif type(each) in NUMBERS:
+            found.append(False)
+        elif not _is_tuple(type(each)) or (inner := leaves_of(each)) is None:
+            return None
+        else:
+            found += inner
+    return found
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a tuple, and of tuples in it."""
+    found: list[Tensor] = []
+    for each in tuple.__iter__(value):
+        if issubclass(type(each), Tensor):
+            found.append(each)
+        elif _is_tuple(type(each)):
+            found += tensors_in(each)
+    return found
+
+
+def _is_tuple(kind: type) -> bool:
+    """Whether a type is `tuple` or made by `namedtuple`, with nothing else in its instances."""
+    return kind is tuple or (
+        issubclass(kind, tuple)
+        and kind.__bases__ == (tuple,)
+        and kind.__dictoffset__ == 0
+        and {"_fields", "_make", "_replace"} <= vars(kind).keys()
+        and kind.__iter__ is tuple.__iter__
+    )
+
+
+class Bundle:
+    """A tuple that was at a place, without keeping its tensors alive."""
+
+    __slots__ = ("_id", "addresses", "structure", "tensors")
+
+    def __init__(self, value: Any) -> None:
+        tensors = tensors_in(value)
+        self._id, self.structure = id(value), structure_of(value)
+        self.tensors = list(map(weakref.ref, tensors))
+        self.addresses = list(map(address_of, tensors))
+
+    def is_same(self, value: Any) -> bool:
+        """Whether the very tuple is there still."""
+        if id(value) != self._id or not is_bundle(value) or structure_of(value) != self.structure:
+            return False
+        return all(was() is now for was, now in zip(self.tensors, tensors_in(value), strict=True))
+
+    def equals(self, other: Bundle) -> bool:
+        """Whether both are of the same tuple."""
+        return (
+            self._id == other._id
+            and self.structure == other.structure
+            and all(
+                a() is b() is not None for a, b in zip(self.tensors, other.tensors, strict=True)
+            )
+        )
+
+    def has_other_storages(self) -> bool:
+        """Whether a tensor that is alive was given another storage."""
+        found = zip(self.tensors, self.addresses, strict=True)
+        return any((t := was()) is not None and address_of(t) != at for was, at in found)
 
 
 def is_of_user(holder: Any) -> bool:
@@ -172,4 +282,4 @@ def content_of(value: Any) -> Any:
     """The content of such a place: a tensor weakly, a number as a plain one."""
     if issubclass(type(value), Tensor):
         return weakref.ref(value)
-    return left_behind(value)
+    return Bundle(value) if is_bundle(value) else left_behind(value)

@@ -20,7 +20,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import is_, itemgetter, methodcaller
@@ -37,7 +37,7 @@ from functionalize.walk.bound_methods import WHOLE
 from functionalize.walk.code_names import NameFilter
 from functionalize.walk.data_parts import CLASSES, NAMESPACES
 from functionalize.walk.fact_text import PLAIN
-from functionalize.walk.live_places import NO_PLACES, LivePlaces, may_live
+from functionalize.walk.live_places import NO_PLACES, LivePlaces, may_live, structure_of
 from functionalize.walk.object_parts import is_patchable, parts_of, registered, subclasses
 from functionalize.walk.parts import (
     Held,
@@ -240,7 +240,7 @@ class Probes:
     def _token(self, value: Any, place: Held | None = None) -> Any:
         live = self._live.values
         if live and place is not None and may_live(value) and place.place in live:
-            return _LiveKind(type(value))
+            return _LiveKind(structure_of(value))
         return _TensorRef(value) if issubclass(type(value), Tensor) else value
 
     def add_optimizer(self, optimizer: Optimizer, read: Callable[[Optimizer], Any]) -> None:
@@ -405,19 +405,19 @@ class _TensorRef(weakref.ref[Tensor]):
 
 @dataclass(frozen=True, slots=True)
 class _LiveKind:
-    """Stands for the content of a live place."""
+    """Stands for the content of a live place. kind: its type, of a tuple its structure."""
 
-    kind: type
+    kind: Hashable
 
 
 def _is(token: Any, value: Any) -> bool:
     if type(token) is _LiveKind:
-        return token.kind is type(value)
+        return token.kind == structure_of(value)
     return token is value or (type(token) is _TensorRef and token() is value)
 
 
-def _kind_in(table: Mapping[str, Any], key: str) -> type:
-    return type(table.get(key))
+def _kind_in(table: Mapping[str, Any], key: str) -> Hashable:
+    return structure_of(table.get(key))
 
 
 def _objects(leaves: Sequence[Any]) -> list[Any]:
@@ -426,8 +426,8 @@ def _objects(leaves: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _kind_of(cell: types.CellType) -> type:
-    return type(_content(cell))
+def _kind_of(cell: types.CellType) -> Hashable:
+    return structure_of(_content(cell))
 
 
 def _content(cell: types.CellType) -> Any:

@@ -15,7 +15,7 @@ from functionalize._compat.graphs import pytree
 from functionalize.fsdp.objects import fsdp_states, fsdp_unsharded
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.util.text import with_article
-from functionalize.walk.fact_text import Path
+from functionalize.walk.fact_text import CARRIED, Path
 from functionalize.walk.parts import Held, Visit
 
 
@@ -91,6 +91,11 @@ class Identity:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Identity) and other.value() is self.value() is not None
 
+    @property
+    def advice(self) -> str:
+        """What to do where a step puts another one there."""
+        return CARRIED if issubclass(self.kind, Tensor) else ""
+
     def __repr__(self) -> str:
         return "a tensor" if issubclass(self.kind, Tensor) else with_article(self.kind.__name__)
 
@@ -105,6 +110,11 @@ class InPlace:
 
     kind: type
     home: int
+
+    @property
+    def advice(self) -> str:
+        """What to do where a step puts another one there."""
+        return CARRIED if issubclass(self.kind, Tensor) else ""
 
     def __repr__(self) -> str:
         return "a tensor" if issubclass(self.kind, Tensor) else with_article(self.kind.__name__)

@@ -229,7 +229,10 @@ class PythonState:
         if visit.moving is not None and self._is_replay:
             return None
         self._note(visit, parts.fact)
-        if visit.is_fact and visit.moving is None:
+        is_moved = visit.place is not None and (
+            self.live.holds_bundle(visit.place, value) or self.live.is_inside(visit.place)
+        )
+        if visit.is_fact and visit.moving is None and not is_moved:
             self.probes.add(value, parts)
         if issubclass(kind, weakref.ReferenceType):
             return self._weakly(visit, value())
@@ -435,6 +438,9 @@ class PythonState:
                 self._note(Visit((visit.path, key), "", None), ("kind", list))
                 continue
             if type(value) in _GUARDED or key.startswith(_FSDP_ATTRIBUTE):
+                continue
+            if self.live.holds_bundle(Held(table, key), value):  # its tensors are found again there
+                self._push(Visit(visit.path, visit.name, None), attribute(table, key))
                 continue
             if isinstance(value, (list, tuple)):
                 self._of_modules.add(id(value))

@@ -1109,7 +1109,9 @@ def last_losses(w: World) -> Step:
     return step
 
 
-@refused(r"`w.metrics` is another object\n  `metrics` of a World\n  changed at .*w.metrics = ")
+@refused(
+    r"`w.metrics` is another object: carry tensors .*\n  `metrics` of a World\n  changed at .*w.metrics = "
+)
 def metrics_in_a_new_dict(w: World) -> Step:
     w.metrics = {}
 
@@ -1132,7 +1134,7 @@ def average_in_a_new_dict(w: World) -> Step:
     return step
 
 
-@refused(r"assigns another tensor to `hidden_0`")
+@moves
 def hidden_state_in_a_new_tuple(w: World) -> Step:
     w.hidden = (torch.zeros(2), torch.zeros(2))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,22 @@ from tests.ranks import run_on_ranks
 from tests.scalars.bits import bits
 
 
+@dataclass
+class Record:
+    """What a step leaves for the next one."""
+
+    a: Tensor
+    b: Tensor
+
+
+@dataclass
+class Counted:
+    """The same with a number."""
+
+    a: Tensor
+    n: int
+
+
 class Owner:
     """What a trainer holds beside its model."""
 
@@ -32,6 +49,13 @@ class Owner:
         self.array = np.zeros(4)
         self.tensor = torch.from_numpy(np.zeros(4))
         self.rng = np.random.RandomState(0)
+        self.carried = [torch.ones(()), torch.ones(())]
+        self.table = {"a": torch.ones(()), "b": torch.ones(())}
+        self.record = Record(torch.ones(()), torch.ones(()))
+        self.pair = (torch.ones(()), torch.ones(()))
+        self.model.carried = [torch.ones(())]
+        self.model.table = {"a": torch.ones(())}
+        self.counted = Counted(torch.ones(()), 0)
 
     def loss(self, x: Tensor) -> Tensor:
         return self.model(x).square().sum()
@@ -92,6 +116,49 @@ def _shuffled(o: Owner, x: Tensor, given: Tensor) -> Any:
     return o.loss(x) * float(o.rng.permutation(4)[0])
 
 
+def _lists(o: Owner, x: Tensor, given: Tensor) -> Any:
+    loss = o.loss(x) * o.carried[0].sum()
+    o.carried = [o.carried[1], loss.detach()]
+    return loss
+
+
+def _dicts(o: Owner, x: Tensor, given: Tensor) -> Any:
+    table = o.table
+    loss = o.loss(x) * table["a"]
+    o.table = {"a": table["b"], "b": loss.detach().sigmoid()}
+    return loss
+
+
+def _records(o: Owner, x: Tensor, given: Tensor) -> Any:
+    loss = o.loss(x) * o.record.a
+    o.record = Record(loss.detach().sigmoid(), o.record.b + 1)
+    return loss
+
+
+def _of_model(o: Owner, x: Tensor, given: Tensor) -> Any:
+    loss = o.loss(x) * o.model.carried[0]
+    o.model.carried = [loss.detach().sigmoid()]
+    return loss
+
+
+def _dict_of_model(o: Owner, x: Tensor, given: Tensor) -> Any:
+    loss = o.loss(x) * o.model.table["a"]
+    o.model.table = {"a": loss.detach().sigmoid()}
+    return loss
+
+
+def _counted(o: Owner, x: Tensor, given: Tensor) -> Any:
+    loss = o.loss(x) * o.counted.a
+    o.counted = Counted(loss.detach().sigmoid(), o.counted.n + 1)
+    return loss
+
+
+def _tuples(o: Owner, x: Tensor, given: Tensor) -> Any:
+    loss = o.loss(x) * o.pair[0]
+    o.pair = (loss.detach().sigmoid(), o.pair[1] + 1)
+    return loss
+
+
 def _time(o: Owner, x: Tensor, given: Tensor) -> Any:
     return o.loss(x) * (1 + time.time() % 7)
 
@@ -128,6 +195,22 @@ ROWS = (
         r"draw outside the step, and pass the step what it gives as an argument",
         _next_outside,
         lambda owner: float(owner.rng.permutation(4)[0]),
+    ),
+    *(
+        Row(
+            refused,
+            rf"{name}.*another (tensor|object)|another tensor to `{name}",
+            r"carry tensors to the next call in a tuple \(`self\.state = \(h, c\)`\)",
+            _tuples,
+        )
+        for refused, name in (
+            (_lists, r"o\.carried"),
+            (_dicts, r"o\.table"),
+            (_records, r"o\.record"),
+            (_of_model, r"model\.carried"),
+            (_dict_of_model, r"model\.table"),
+            (_counted, r"o\.counted"),
+        )
     ),
 )
 

@@ -1,0 +1,299 @@
+"""Tuples of tensors that a step leaves for its next call, as recurrent models carry their hidden states."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import functionalize as fz
+from functionalize.errors import SaveError, UncapturableError
+
+
+class Carried(NamedTuple):
+    h: Tensor
+    c: Tensor
+
+
+class Keeper:
+    state: Any = None
+
+
+def _zeros() -> tuple[Tensor, Tensor]:
+    return torch.zeros(2, 4), torch.zeros(2, 4)
+
+
+PACKS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]] = {
+    "tuple": (lambda h, c: (h, c), lambda s: s),
+    "named": (Carried, lambda s: (s.h, s.c)),
+    "layers": (lambda h, c: ((h, c), (c, h)), lambda s: s[0]),
+    "with numbers": (lambda h, c: (h, None, "lstm", 3, c), lambda s: (s[0], s[4])),
+}
+PLACES: dict[str, Callable[[], tuple[Any, Callable[[], Any], Callable[[Any], None]]]] = {}
+
+
+def place(name: str) -> Callable[[Any], Any]:
+    def add(make: Any) -> Any:
+        PLACES[name] = make
+        return make
+
+    return add
+
+
+@place("module")
+def _in_module() -> Any:
+    module = nn.Module()
+    return module, lambda: module.state, lambda value: setattr(module, "state", value)
+
+
+@place("object")
+def _in_object() -> Any:
+    keeper = Keeper()
+    return keeper, lambda: keeper.state, lambda value: setattr(keeper, "state", value)
+
+
+@place("namespace")
+def _in_namespace() -> Any:
+    space = types.SimpleNamespace(state=None)
+    return space, lambda: space.state, lambda value: setattr(space, "state", value)
+
+
+@place("dict")
+def _in_dict() -> Any:
+    table: dict[str, Any] = {}
+    return table, lambda: table["state"], lambda value: table.__setitem__("state", value)
+
+
+@place("list")
+def _in_list() -> Any:
+    items = [None]
+    return items, lambda: items[0], lambda value: items.__setitem__(0, value)
+
+
+@place("closure")
+def _in_closure() -> Any:
+    state: Any = None
+
+    def put(value: Any) -> None:
+        nonlocal state
+        state = value
+
+    return None, lambda: state, put
+
+
+def run(
+    pack: str, where: str, capture: Callable[[Any], Any], calls: int = 24
+) -> tuple[list[Any], Any]:
+    """Losses, states and weights of some calls; the caller sets the state back at one, and to another size later."""
+    torch.manual_seed(0)
+    (packed, opened), (_, get, put) = PACKS[pack], PLACES[where]()
+    cell, head = nn.LSTMCell(3, 4), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*cell.parameters(), *head.parameters()], 0.1)
+    put(packed(*_zeros()))
+
+    def step(x: Tensor) -> Tensor:
+        h, c = cell(x, opened(get()))
+        loss = head(h).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        put(packed(h.detach(), c.detach()))
+        return loss.detach()
+
+    each, found = capture(step), []
+    for i in range(calls):
+        if i == 9:
+            put(packed(torch.ones(2, 4), torch.ones(2, 4)))
+        if i == 15:
+            put(packed(torch.ones(3, 4), torch.ones(3, 4)))
+        found.append(each(torch.randn(2 if i < 15 else 3, 3)))
+        kind: Any = type(get())
+        found += [kind, *(t.clone() for t in opened(get())), head.weight.detach().clone()]
+        assert all(not t.requires_grad for t in opened(get()))
+    return found, each
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) else a is b
+
+
+@pytest.mark.parametrize(
+    ("pack", "where"),
+    [
+        *[("tuple", where) for where in PLACES],
+        *[(pack, where) for pack in PACKS if pack != "tuple" for where in ("module", "object")],
+    ],
+)
+def test_hidden_states(pack: str, where: str) -> None:
+    expected, _ = run(pack, where, lambda step: step)
+    found, step = run(pack, where, fz.capture)
+    assert len(expected) == len(found) and all(map(_equal, expected, found))
+    assert step.stats.replays > 12
+    assert step.stats.audits and not step.stats.audit_failures
+
+
+def test_first_state_is_none() -> None:
+    """The first call finds no state, nor does a later one: `nn.LSTM` makes it."""
+
+    def losses(capture: Callable[[Any], Any]) -> tuple[list[Tensor], Any]:
+        torch.manual_seed(0)
+        model, keeper = nn.LSTM(3, 4, batch_first=True), Keeper()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x: Tensor) -> Tensor:
+            y, state = model(x, keeper.state)
+            loss: Tensor = y.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            keeper.state = tuple(t.detach() for t in state)
+            return loss.detach()
+
+        each, found = capture(step), []
+        for i in range(24):
+            if i in (11, 18):
+                keeper.state = None
+            found.append(each(torch.randn(2, 5, 3)))
+        return found, each
+
+    (expected, _), (found, step) = losses(lambda step: step), losses(fz.capture)
+    assert all(map(torch.equal, expected, found))
+    assert step.stats.replays > 12
+
+
+def _carried(change: Callable[[Any, Tensor], None]) -> tuple[Any, Any]:
+    """A captured step that changes a namespace, and the namespace."""
+    space = types.SimpleNamespace(a=_zeros(), b=_zeros())
+
+    def step(x: Tensor) -> Tensor:
+        change(space, x)
+        return space.a[0].sum()
+
+    return fz.capture(step), space
+
+
+def test_one_tuple_in_two_places() -> None:
+    def change(space: Any, x: Tensor) -> None:
+        space.a = space.b = (space.a[0] + x, space.a[1] * 2)
+
+    step, _ = _carried(change)
+    with pytest.raises(UncapturableError, match=r"one tuple in `space.a` and `space.b`"):
+        for _ in range(6):
+            step(torch.ones(2, 4))
+
+    def mended(space: Any, x: Tensor) -> None:
+        h, c = space.a[0] + x, space.a[1] * 2
+        space.a, space.b = (h, c), (h, c)
+
+    step, space = _carried(mended)
+    for i in range(12):
+        assert step(torch.ones(2, 4)) == 8 * (i + 1)
+        assert space.a[0] is space.b[0] and space.a[1] is space.b[1]
+    assert step.stats.replays > 6
+
+
+def test_state_of_call_before_is_kept() -> None:
+    """Replays leave what the caller has kept of earlier calls as it was, and alive no longer than eager."""
+
+    def change(space: Any, x: Tensor) -> None:
+        space.a = (space.a[0] + x, space.a[1] + 1)
+
+    step, space = _carried(change)
+    kept = []
+    for _ in range(16):
+        step(torch.ones(2, 4))
+        kept.append(space.a)
+    assert step.stats.replays > 8
+    assert [int(h[0, 0]) for h, _ in kept] == [int(c[0, 0]) for _, c in kept] == [*range(1, 17)]
+    last = weakref.ref(space.a[0])
+    kept.clear()
+    step(torch.ones(2, 4))
+    assert last() is None
+
+
+def test_views_share_memory_as_in_eager() -> None:
+    def change(space: Any, x: Tensor) -> None:
+        both = torch.stack([space.a[0] + x, space.a[1] + 1])
+        space.a = (both[0], both[1])
+
+    step, space = _carried(change)
+    for _ in range(12):
+        step(torch.ones(2, 4))
+        first, second = (t.untyped_storage().data_ptr() for t in space.a)
+        assert first == second
+    assert step.stats.replays > 6
+
+
+def test_numbers_in_tuple_are_guarded() -> None:
+    keeper = Keeper()
+    keeper.state = (torch.zeros(2), 2)
+
+    def step(x: Tensor) -> Tensor:
+        h, scale = keeper.state
+        keeper.state = (h * scale + x, scale)
+        return keeper.state[0].sum()
+
+    captured, twin = fz.capture(step), torch.zeros(2)
+    for i in range(24):
+        if i == 12:
+            keeper.state = (keeper.state[0], 3)
+        twin = twin * keeper.state[1] + 1
+        assert torch.equal(captured(torch.ones(2)), twin.sum())
+    assert captured.stats.captures == 2 and captured.stats.replays > 12
+
+
+def test_number_that_moves_in_tuple_is_refused() -> None:
+    keeper = Keeper()
+    keeper.state = (torch.zeros(2), 0)
+
+    def step(x: Tensor) -> Tensor:
+        h, n = keeper.state
+        keeper.state = (h + x, n + 1)
+        return h.sum()
+
+    captured = fz.capture(step)
+    with pytest.raises(UncapturableError, match=r"keeper\.state"):
+        for _ in range(8):
+            captured(torch.ones(2))
+
+
+def test_history_is_refused() -> None:
+    keeper, weight = Keeper(), nn.Parameter(torch.ones(2))
+    keeper.state = _zeros()[:1]
+
+    def step(x: Tensor) -> Tensor:
+        keeper.state = (keeper.state[0].detach() + x.sum() * weight.sum(),)
+        return keeper.state[0].sum().detach()
+
+    captured = fz.capture(step)
+    with pytest.raises(UncapturableError, match="autograd history: detach it"):
+        for _ in range(8):
+            captured(torch.ones(2))
+
+
+def test_exception_leaves_state_as_eager(tmp_path: Path) -> None:
+    keeper = Keeper()
+    keeper.state = _zeros()
+
+    def step(x: Tensor) -> Tensor:
+        keeper.state = (keeper.state[0] + x, keeper.state[1] + 1)
+        return (keeper.state[0] @ x.T).sum()
+
+    captured = fz.capture(step)
+    for i in range(12):
+        captured(torch.ones(2, 4))
+        assert int(keeper.state[1][0, 0]) == i + 1
+    before = keeper.state
+    with pytest.raises(RuntimeError):
+        captured(torch.ones(3, 4))
+    assert keeper.state is before
+    captured(torch.ones(2, 4))
+    assert int(keeper.state[1][0, 0]) == 13
+    with pytest.raises(SaveError):
+        captured.save(tmp_path / "step.fzp")
