@@ -273,6 +273,8 @@ def may_move(holder: Visit, visit: Visit) -> bool:
         return False
     if issubclass(kind, (nn.Module, torch.optim.Optimizer)):
         is_known = what is not bool
+    elif issubclass(kind, Tensor):  # what a script has left on it
+        is_known = True
     else:
         is_known = issubclass(kind, CONTAINERS) or is_of_user(owner) or is_read_by_content(kind)
     return (is_known and not visit.is_loose) or (what in (int, bool) and is_observable(kind))

@@ -297,3 +297,53 @@ def test_exception_leaves_state_as_eager(tmp_path: Path) -> None:
     assert int(keeper.state[1][0, 0]) == 13
     with pytest.raises(SaveError):
         captured.save(tmp_path / "step.fzp")
+
+
+def _on_parameter(change: Callable[[Any, Tensor], None], capture: Callable[[Any], Any]) -> Any:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    weight: Any = model.weight
+    weight.scale, weight.count, weight.pair = torch.ones(()), 0, (torch.ones(()), torch.zeros(()))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x: Tensor) -> Tensor:
+        scale, (a, b) = model.weight.scale, model.weight.pair
+        loss = (model(x) * scale * a + b).square().mean() * (1 + model.weight.count)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        change(model.weight, x)
+        return loss.detach()
+
+    each, found = capture(step), []
+    for i in range(24):
+        if i == 12:
+            weight.scale, weight.count = torch.full((), 0.5), 3
+            weight.pair = (torch.full((), 0.5), torch.ones(()))
+        if i == 18:  # another parameter, with attributes of its own
+            old, model.weight = weight, nn.Parameter(weight.detach().clone())
+            weight = model.weight
+            weight.scale, weight.count, weight.pair = old.scale + 1, old.count, old.pair
+            optimizer.param_groups[0]["params"][0] = weight
+        found.append(each(torch.randn(2, 3)))
+        found += [weight.scale, torch.tensor(weight.count), *weight.pair, weight.detach().clone()]
+    return found, each
+
+
+def _scale(weight: Any, x: Tensor) -> None:
+    weight.scale = 1 / (1 + x.abs().max())
+
+
+def _count(weight: Any, x: Tensor) -> None:
+    weight.count += 1
+
+
+def _pair(weight: Any, x: Tensor) -> None:
+    weight.pair = (x.mean().sigmoid(), weight.pair[1] + 1)
+
+
+@pytest.mark.parametrize("change", [_scale, _count, _pair], ids=lambda change: change.__name__)
+def test_attributes_of_parameter(change: Any) -> None:
+    (expected, _), (found, step) = (_on_parameter(change, c) for c in (lambda s: s, fz.capture))
+    assert all(map(torch.equal, expected, found))
+    assert step.stats.replays > 10 and not step.stats.audit_failures
