@@ -126,6 +126,7 @@ class PythonState:
         if roots_only:
             self.probes.give_up()
         self._seen_moving: dict[int, Path] = {}
+        self._live_tensors: set[int] = set()  # ids of the tensors at live places
         self._searched: set[int] = set()  # ids of objects that were visited and determine no ops
         self._of_modules: set[int] = set()  # ids of lists and tuples that are attributes of modules
         # In this order: facts, objects that determine no ops, parts of what is read only by changing it.
@@ -195,8 +196,12 @@ class PythonState:
             return self._note(visit, (kind, repr(value)))
         # What is found elsewhere is compared there.
         seen = self.seen if visit.moving is None or id(value) in self.seen else self._seen_moving
+        if self.live.values and issubclass(kind, Tensor) and self._is_live(visit.place):
+            self._live_tensors.add(id(value))
         if id(value) in seen:
             self.shared.add(id(value))
+            if id(value) in self._live_tensors:  # other tensors may come there, and not alike
+                self.probes.give_up()
             return self._note(visit, ("again", seen[id(value)]))
         if visit.is_fact:
             seen[id(value)] = visit.path
@@ -245,6 +250,10 @@ class PythonState:
         for part in parts.held:
             self._push(visit, part, parts.is_loose)
         return None
+
+    def _is_live(self, place: Held | None) -> bool:
+        """Whether the step moves the tensor at a place, alone or in a tuple."""
+        return place is not None and (place.place in self.live.values or self.live.is_inside(place))
 
     def _weakly(self, visit: Visit, value: Any) -> None:
         """What a weak reference leads to. It is visited after all that is held: see `_may_die`."""

@@ -230,6 +230,40 @@ def test_views_share_memory_as_in_eager() -> None:
     assert step.stats.replays > 6
 
 
+@pytest.mark.parametrize("is_tuple", [True, False], ids=["tuple", "two attributes"])
+def test_one_tensor_twice_only_sometimes(is_tuple: bool) -> None:
+    """The caller puts one tensor in two places: the program of that call is no program of the next one."""
+    space = types.SimpleNamespace(pair=(torch.zeros(2), torch.ones(2)), a=torch.zeros(2))
+    space.b = torch.ones(2)
+
+    def step(x: Tensor) -> Tensor:
+        a, b = space.pair if is_tuple else (space.a, space.b)
+        result = ((a + x) * b).sum()
+        if is_tuple:
+            space.pair = (a + x, b * 1.1)
+        else:
+            space.a, space.b = a + x, b * 1.1
+        return result
+
+    def run(step: Any) -> list[Tensor]:
+        space.pair, space.a, space.b = (
+            (torch.zeros(2), torch.ones(2)),
+            torch.zeros(2),
+            torch.ones(2),
+        )
+        found = []
+        for i in range(24):
+            if i in (8, 15):
+                space.a = space.b = torch.full((2,), 2.0)
+                space.pair = (space.a, space.a)
+            found.append(step(torch.full((2,), float(i))))
+        return found
+
+    captured = fz.capture(step, audit=False)
+    assert all(map(torch.equal, run(step), run(captured)))
+    assert captured.stats.replays > 8
+
+
 def test_numbers_in_tuple_are_guarded() -> None:
     keeper = Keeper()
     keeper.state = (torch.zeros(2), 2)
