@@ -70,7 +70,7 @@ def end_reports(modules: Iterable[torch.nn.Module]) -> None:
 
 def without_reports(value: Any) -> Any:
     """The value of a module's attribute; if a recording has replaced it temporarily, the user's value."""
-    return value.args[1] if isinstance(value, ReportedCall) else value
+    return value.args[1] if issubclass(type(value), ReportedCall) else value
 
 
 _MODULES = importlib.import_module("torch.nn.modules.module")

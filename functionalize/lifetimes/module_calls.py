@@ -39,6 +39,7 @@ from functionalize.fsdp.objects import fsdp_registered
 from functionalize.ir.ops import OpRecord
 from functionalize.recorder.recorder import Recorder
 from functionalize.tape.notes import TapeNotes
+from functionalize.util.reading import keys_of, size_of, values_of
 from functionalize.walk.roots import Roots
 
 _thread = threading.get_ident
@@ -66,9 +67,9 @@ class ModuleCalls:
         named = roots.walk()
         self._named += named
         self._parameters += [
-            (name, tuple(table.keys()), tuple(map(address, table.values())))
+            (name, tuple(keys_of(table)), tuple(map(address, values_of(table))))
             for name, module in named
-            if (table := module._parameters)
+            if size_of(table := module._parameters)
         ]
         self._watched_modules.update({address(module): module for _, module in named})
         for states in roots.states().values():

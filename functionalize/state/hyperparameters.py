@@ -27,7 +27,14 @@ from functionalize.ir.inputs import Call
 from functionalize.ir.scalars import NUMBER_DTYPES
 from functionalize.planning.timeline.timeline import Category
 from functionalize.scalars.live_scalars import as_live, is_live, plain
-from functionalize.util.reading import item_of
+from functionalize.util.reading import (
+    elements_of,
+    entry_of,
+    item_of,
+    items_of,
+    put_entry,
+    size_of,
+)
 
 if TYPE_CHECKING:
     from functionalize.recorder.recorder import Recorder
@@ -49,9 +56,9 @@ def liftable(optimizers: Optimizers, names: Collection[str] = ("lr",)) -> frozen
     return frozenset(
         (name, i, key)
         for name, optimizer in optimizers.items()
-        for i, group in enumerate(optimizer.param_groups)
+        for i, group in enumerate(elements_of(optimizer.param_groups))
         for key in names
-        if is_liftable(group.get(key))
+        if is_liftable(entry_of(group, key))
     )
 
 
@@ -74,7 +81,7 @@ class HyperparameterNumber:
 
     def number(self) -> Any:
         """The number now. Raises `LookupError` if it is of another type or missing."""
-        value = item_of(self.optimizer.param_groups[self.group], self.key)
+        value = item_of(item_of(self.optimizer.param_groups, self.group), self.key)
         where = f"`{self.name}` group {self.group}: {self.key}"
         if self.index is not None:
             if not isinstance(value, tuple) or len(value) != self.length:
@@ -157,8 +164,8 @@ class Lifted:
         self._entry = {
             (name, i, key): value
             for name, optimizer in optimizers.items()
-            for i, group in enumerate(optimizer.param_groups)
-            for key, value in group.items()
+            for i, group in enumerate(elements_of(optimizer.param_groups))
+            for key, value in items_of(group)
             if type(value) in NUMBER_DTYPES
         }
         self._before: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = []
@@ -169,30 +176,32 @@ class Lifted:
         for key in sorted(keys):
             optimizer = self._optimizers.get(key[0])
             groups = optimizer.param_groups if optimizer is not None else []
-            if optimizer is None or key[1] >= len(groups):
+            if optimizer is None or key[1] >= size_of(groups):
                 continue
-            group, was = groups[key[1]], groups[key[1]].get(key[2])
+            group = item_of(groups, key[1])
+            was = entry_of(group, key[2])
             if is_liftable(was):
                 put = _Put(group, key, _live(self._log, optimizer, key, was), was)
                 self._put.append(put)
-                group[key[2]] = put.live
+                put_entry(group, key[2], put.live)
 
     def restore(self) -> None:
         """Put plain numbers in the place of live ones, and hold none of these any more."""
         puts, self._put = self._put, []
         self._find_moved({put.key for put in puts})
         for put in puts:
-            now = put.group.get(put.name, put.was)
+            now = entry_of(put.group, put.name, put.was)
             if put.late is not None and now is put.late:
-                put.group[put.name] = put.plain
+                put_entry(put.group, put.name, put.plain)
                 continue
-            put.group[put.name] = put.was if now is put.live else _plain(now)
+            left = put.was if now is put.live else _plain(now)
+            put_entry(put.group, put.name, left)
             effect = HyperparameterSet(self._optimizers[put.key[0]], put.key)
             if is_live(now) and now is not put.live:
                 self.effects.append((effect, now))
-            elif now is not put.live and put.group[put.name] != put.was:
+            elif now is not put.live and left != put.was:
                 self.changed = (
-                    f"{effect.what} to {put.group[put.name]!r} (it was {put.was!r}), which a replay would not: change "
+                    f"{effect.what} to {left!r} (it was {put.was!r}), which a replay would not: change "
                     "it outside the step"
                 )
 
@@ -201,7 +210,7 @@ class Lifted:
         entry, self._entry = self._entry, {}
         for key, was in entry.items():
             groups = self._optimizers[key[0]].param_groups
-            now = groups[key[1]].get(key[2]) if key[1] < len(groups) else None
+            now = entry_of(item_of(groups, key[1]), key[2]) if key[1] < size_of(groups) else None
             now = _plain(now)  # read from a tensor
             if key not in lifted and type(now) is type(was) and now != was:
                 self.wanted.add(key)
@@ -228,7 +237,7 @@ class Lifted:
         self._before = [
             (names[id(optimizer)], i, group, dict(group))
             for optimizer in {id(o): o for o in optimizers}.values()
-            for i, group in enumerate(optimizer.param_groups)
+            for i, group in enumerate(elements_of(optimizer.param_groups))
         ]
         return None
 

@@ -27,6 +27,7 @@ from functionalize.calls.draws import process_generators as drawn_from
 from functionalize.ir.guards import Guard
 from functionalize.ir.inputs import Call
 from functionalize.util.number_uses import any_needs_exact
+from functionalize.util.reading import values_of
 from functionalize.util.text import with_article
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.code_uses import lines_of_changes, lines_of_uses
@@ -308,4 +309,4 @@ def _replaced_holder(
 
 def _entries(roots: Roots) -> tuple[tuple[str, tuple[int, ...]], ...]:
     optimizers = roots.optimizers.items()
-    return tuple((name, tuple(map(len, o.state.values()))) for name, o in optimizers)
+    return tuple((name, tuple(map(len, values_of(o.state)))) for name, o in optimizers)

@@ -27,7 +27,7 @@ from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.inputs import Argument, Call, Source, watch
 from functionalize.planning.timeline.categories import category_of
 from functionalize.planning.timeline.timeline import Category
-from functionalize.util.reading import item_of
+from functionalize.util.reading import elements_of, entry_of, item_of, items_of
 from functionalize.util.tensor_wrappers import is_no_wrapper, local_tensor, plain_tensors_by_path
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.fact_text import NUMBERS
@@ -116,7 +116,9 @@ class OptimizerState:
     category: ClassVar[Category] = Category.OPTIMIZER_STATE
 
     def resolve(self, call: Call) -> Any:
-        param = item_of(self.optimizer.param_groups[self.group], "params")[self.index]
+        param = item_of(
+            item_of(item_of(self.optimizer.param_groups, self.group), "params"), self.index
+        )
         return item_of(item_of(self.optimizer.state, param), self.key)
 
     def watched(self, call: Call, facts: Unchanged) -> bool:
@@ -134,7 +136,9 @@ class OptimizerParameter:
     category: ClassVar[Category] = Category.SHARDED_PARAMETERS
 
     def resolve(self, call: Call) -> Any:
-        return item_of(self.optimizer.param_groups[self.group], "params")[self.index]
+        return item_of(
+            item_of(item_of(self.optimizer.param_groups, self.group), "params"), self.index
+        )
 
     def watched(self, call: Call, facts: Unchanged) -> bool:
         return _watch_parameters(self.optimizer, self.group, facts)
@@ -150,7 +154,7 @@ class GroupTensor:
     category: ClassVar[Category] = Category.OPTIMIZER_STATE
 
     def resolve(self, call: Call) -> Any:
-        return item_of(self.optimizer.param_groups[self.group], self.key)
+        return item_of(item_of(self.optimizer.param_groups, self.group), self.key)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,8 +187,9 @@ def _watch_parameters(optimizer: torch.optim.Optimizer, group: int, facts: Uncha
     groups = optimizer.param_groups
     facts.attribute(optimizer, "param_groups")
     facts.entry(groups, group)
-    facts.entry(groups[group], "params")
-    facts.elements(groups[group]["params"])
+    found = item_of(groups, group)
+    facts.entry(found, "params")
+    facts.elements(item_of(found, "params"))
     return True
 
 
@@ -203,7 +208,7 @@ def module_tensors(roots: Roots) -> Iterator[tuple[str, ModuleTensor, Tensor]]:
     """Every parameter and buffer, once per place where it is registered."""
     for name, module in roots.walk():
         for table in ("_parameters", "_buffers"):
-            for key, value in getattr(module, table).items():
+            for key, value in items_of(getattr(module, table)):
                 if value is not None:
                     yield f"{name}.{key}", ModuleTensor(module, table, key), value
 
@@ -217,25 +222,26 @@ def plain_attributes(roots: Roots, but: Collection[int] = ()) -> Iterator[tuple[
         for key, value in vars(module).items():
             if type(value) in _NO_TENSORS:  # nearly all
                 continue
-            if isinstance(value, Tensor):
+            kind = type(value)  # `isinstance` asks the object
+            if issubclass(kind, Tensor):
                 yield f"{name}.{key}", Held(vars(module), key), value
-            elif isinstance(value, (list, tuple)) and id(value) not in but:
+            elif issubclass(kind, (list, tuple)) and id(value) not in but:
                 place = Held(vars(module), key)
-                for i, each in enumerate(value):
-                    if isinstance(each, Tensor):
+                for i, each in enumerate(elements_of(value)):
+                    if issubclass(type(each), Tensor):
                         yield f"{name}.{key}_{i}", Held(place, i), each
 
 
 def _optimizer_tensors(
     name: str, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, Source, Any]]:
-    for g, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            if isinstance(value, Tensor):
+    for g, group in enumerate(elements_of(optimizer.param_groups)):
+        for key, value in items_of(group):
+            if issubclass(type(value), Tensor):
                 yield f"{name}.{key}_{g}", GroupTensor(optimizer, g, key), value
-        for i, param in enumerate(group["params"]):
-            for key, value in optimizer.state.get(param, {}).items():
-                if isinstance(value, Tensor):
+        for i, param in enumerate(elements_of(item_of(group, "params"))):
+            for key, value in items_of(entry_of(optimizer.state, param) or {}):
+                if issubclass(type(value), Tensor):
                     yield f"{name}.{g}.{i}.{key}", OptimizerState(optimizer, g, i, key), value
 
 
@@ -347,8 +353,8 @@ def may_have_grad(value: Tensor) -> bool:
 def _optimizer_parameters(
     name: str, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, Source, Tensor]]:
-    for g, group in enumerate(optimizer.param_groups):
-        for i, param in enumerate(group["params"]):
+    for g, group in enumerate(elements_of(optimizer.param_groups)):
+        for i, param in enumerate(elements_of(item_of(group, "params"))):
             yield f"{name}.{g}.{i}", OptimizerParameter(optimizer, g, i), param
 
 

@@ -24,6 +24,7 @@ from functionalize.ir.inputs import Call, Source, watch
 from functionalize.ir.ops import Geometry, geometry_of
 from functionalize.state.hyperparameters import Key, is_liftable
 from functionalize.state.sources import Slot
+from functionalize.util.reading import elements_of, item_of, items_of, keys_of, values_of
 from functionalize.util.text import with_article
 from functionalize.util.unchanged import Unchanged, token
 from functionalize.walk.fact_text import NUMBERS
@@ -119,13 +120,15 @@ def _facts(module: nn.Module, live: LivePlaces) -> dict[str, Any]:
     for key in live.keys_of(table) & found.keys():
         if type(found[key]) in LIVE_NUMBERS:
             found[key] = type(found[key])
-    found["children"] = [id(child) for child in table.get("_modules", {}).values()]
-    kinds = {key: type(each) for key, each in table.get("_buffers", {}).items()}
+    found["children"] = [id(child) for child in values_of(table.get("_modules", {}))]
+    kinds = {key: type(each) for key, each in items_of(table.get("_buffers", {}))}
     for key, kind in kinds.items():
         if kind not in (Tensor, type(None)):
             found[f"the type of {key}"] = f"{kind.__module__}.{kind.__qualname__}"
     for key in _REGISTRIES:
-        found[key] = list(table.get(key, {}).keys())  # a scripted module's can be iterated only so
+        found[key] = list(
+            keys_of(table.get(key, {}))
+        )  # a scripted module's can be iterated only so
     return found
 
 
@@ -330,16 +333,16 @@ class HyperparameterGuard:
         groups = self.optimizer.param_groups
         facts.attribute(self.optimizer, "param_groups")
         facts.elements(groups)
-        for i, group in enumerate(groups):
+        for i, group in enumerate(elements_of(groups)):
             facts.keys(group)
-            for key, value in group.items():
+            for key, value in items_of(group):
                 if (self.name, i, key) in self.lifted:
                     facts.read(partial(_kind, group, key))
-                elif not isinstance(value, Tensor):
+                elif not issubclass(type(value), Tensor):
                     facts.entry(group, key)
                 else:
                     facts.read(partial(_is_tensor, group, key))
-            facts.elements(group["params"])
+            facts.elements(item_of(group, "params"))
 
     def failure(self, call: Call) -> str | None:
         now = _hyperparameters(self.optimizer, self.lifted)
@@ -360,11 +363,11 @@ def _hyperparameters(
 ) -> tuple[dict[str, Any], ...]:
     facts: tuple[dict[str, Any], ...] = tuple(
         {
-            key: tuple(map(id, value)) if key == "params" else value
-            for key, value in group.items()
-            if not isinstance(value, Tensor)
+            key: tuple(map(id, elements_of(value))) if key == "params" else value
+            for key, value in items_of(group)
+            if not issubclass(type(value), Tensor)
         }
-        for group in optimizer.param_groups
+        for group in elements_of(optimizer.param_groups)
     )
     for _, group, key in lifted:
         if group < len(facts) and key in facts[group]:
@@ -374,7 +377,7 @@ def _hyperparameters(
 
 def _kind(group: dict[str, Any], key: str) -> Any:
     """The type of a hyperparameter, or those of its elements."""
-    value = group[key]
+    value = item_of(group, key)
     return tuple(map(type, value)) if type(value) is tuple else type(value)
 
 

@@ -1,6 +1,9 @@
-"""Reading an element of a container of the step, with no method of a class of the user's, and without a change.
+"""Reading a container of the step, with no method of a class of the user's, and without a change.
 
     item_of(optimizer.state, p)      the state of `p`; KeyError, and still no entry, if there is none
+    items_of(module._buffers)        its pairs; also `keys_of`, `values_of`
+    elements_of(groups)              its elements, in their order
+    size_of(groups)                  their number
 
 `container[key]` calls `__getitem__` and `__missing__` of the container's class: a `defaultdict` makes an entry when
 somebody looks. Whatever looks at the state of a step (a source, a guard, the walk) reads it here.
@@ -8,13 +11,16 @@ somebody looks. Whatever looks at the state of a step (a source, a guard, the wa
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Iterable
 from operator import getitem
 from typing import Any
 
 _ABSENT = object()
 # Containers whose `container[key]` runs no Python code, and makes nothing.
 PLAIN_CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
+# An `OrderedDict` has an order of its own, which the methods of `dict` do not see.
+_BASES: tuple[Any, ...] = (OrderedDict, dict, list, tuple, set, frozenset, deque)
 
 
 def item_of(container: Any, key: Any) -> Any:
@@ -32,3 +38,62 @@ def item_of(container: Any, key: Any) -> Any:
     if issubclass(kind, tuple):
         return tuple.__getitem__(container, key)
     return getitem(container, key)  # a `mappingproxy`
+
+
+def entry_of(table: Any, key: Any, default: Any = None) -> Any:
+    """`table.get(key, default)`, as the base class of the table reads it."""
+    return base_of(table).get(table, key, default)
+
+
+def put_entry(table: Any, key: Any, value: Any) -> None:
+    """`table[key] = value`, as the base class of the table assigns it: for a value that stands there for a while."""
+    base_of(table).__setitem__(table, key, value)
+
+
+def base_of(container: Any) -> Any:
+    """The class whose methods read a container: the class of the language that its own one extends, if there is one."""
+    kind = type(container)
+    if kind in PLAIN_CONTAINERS:
+        return kind
+    return next((base for base in _BASES if issubclass(kind, base)), kind)
+
+
+def elements_of(container: Any) -> Iterable[Any]:
+    """The elements of a list, tuple, set or deque, or the keys of a dict, as the base class iterates over them."""
+    return container if type(container) in PLAIN_CONTAINERS else _Elements(container)
+
+
+def keys_of(table: Any) -> Iterable[Any]:
+    """The keys of a dict, as its base class gives them."""
+    keys: Iterable[Any] = base_of(table).keys(table)
+    return keys
+
+
+def values_of(table: Any) -> Iterable[Any]:
+    """The values of a dict, as its base class gives them."""
+    values: Iterable[Any] = base_of(table).values(table)
+    return values
+
+
+def items_of(table: Any) -> Iterable[tuple[Any, Any]]:
+    """The pairs of a dict, as its base class gives them."""
+    items: Iterable[tuple[Any, Any]] = base_of(table).items(table)
+    return items
+
+
+def size_of(container: Any) -> int:
+    """The number of the elements of a container, as its base class counts them."""
+    size: int = base_of(container).__len__(container)
+    return size
+
+
+class _Elements:
+    """What iterates as the base class of a container does, each time anew."""
+
+    __slots__ = ("_container",)
+
+    def __init__(self, container: Any) -> None:
+        self._container = container
+
+    def __iter__(self) -> Any:
+        return base_of(self._container).__iter__(self._container)

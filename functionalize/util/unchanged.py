@@ -16,25 +16,32 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, call, getitem, is_, methodcaller
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from functionalize._compat.fast_guards import dict_version, has_plain_attributes, plain_reads
-from functionalize.util.reading import PLAIN_CONTAINERS, item_of
+from functionalize.util.reading import PLAIN_CONTAINERS, elements_of, item_of, size_of, values_of
 
 Read = Callable[[], Iterable[Any]]
 Test = Callable[[], bool]
 _flat = chain.from_iterable
 _values = methodcaller("values")
 Names = Callable[[Any], tuple[Any, ...]]
+_PLAIN_SIZES = PLAIN_CONTAINERS | {
+    set,
+    frozenset,
+    deque,
+    MappingProxyType,
+}  # `len` runs no Python code
 _DICTS = frozenset({dict, OrderedDict, defaultdict})  # to iterate them runs no Python code
 
 
@@ -154,7 +161,11 @@ class Unchanged:
         """Read all that was added. Add nothing afterwards."""
         filled, empty = _split(self._dicts.values(), lambda each: each.is_empty)
         tables = [*(each.table for each in empty), *self._empty]
-        self._tests.append(lambda: not any(tables))  # nearly all dicts of hooks
+        own = [each for each in tables if type(each) not in PLAIN_CONTAINERS]
+        plain = [each for each in tables if type(each) in PLAIN_CONTAINERS]
+        self._tests.append(lambda: not any(plain))  # nearly all dicts of hooks
+        if own:
+            self._tests.append(lambda: not any(map(size_of, own)))
         for each in filled:
             each.freeze()
         has_versions = dict_version is not None
@@ -167,9 +178,11 @@ class Unchanged:
         )  # a key that moves to the end makes no new version
         spaces, readers = [s for s, _ in self._spaces], [r for _, r in self._spaces]
         for sized in (spaces, self._lists):
-            self._equal(partial(_lengths, sized))
+            are_plain = {*map(type, sized)} <= _PLAIN_SIZES
+            self._equal(partial(_lengths, sized, len if are_plain else size_of))
         self._same(lambda: _flat(map(call, readers, spaces)))
-        for lists in _split(self._lists, lambda items: any(map(_is_weak, items))):
+        lists_read = list(map(elements_of, self._lists))
+        for lists in _split(lists_read, lambda items: any(map(_is_weak, items))):
             self._same(partial(_flat, lists))
         for entries in _split(self._entries, lambda entry: _is_weak(item_of(*entry))):
             holders, keys = [h for h, _ in entries], [k for _, k in entries]
@@ -228,14 +241,14 @@ class _Dict:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.table or self.entries or self.presence or self.reads)
+        return not (size_of(self.table) or self.entries or self.presence or self.reads)
 
     def freeze(self) -> None:
         """Read the dict."""
         table, get = self.table, self._read
-        self._keys, self._size = self._keys_now(), len(table)
+        self._keys, self._size = self._keys_now(), size_of(table)
         if self.is_whole:
-            self.entries = set(table)
+            self.entries = set(elements_of(table))
         self._values = [(key, token(get(table, key))) for key in self.entries]
         self._present = [(key, get(table, key) is None) for key in self.presence]
         self._reads = [(read, list(map(token, read(table)))) for read in self.reads]
@@ -244,7 +257,7 @@ class _Dict:
         """The keys as they count: a number by its identity, since 1 equals True."""
         if not (self.has_keys or self.is_whole):
             return []
-        return [key if type(key) is str else _Same(key) for key in self.table]
+        return [key if type(key) is str else _Same(key) for key in elements_of(self.table)]
 
     def hold(self) -> bool:
         """Whether the dict is as it was at `freeze`."""
@@ -253,7 +266,7 @@ class _Dict:
             self._keys_now() == self._keys
             and all(was() is get(table, key) for key, was in self._values)
             and all((get(table, key) is None) is was for key, was in self._present)
-            and (not self._reads or len(table) == self._size)
+            and (not self._reads or size_of(table) == self._size)
             and all(all(map(is_, map(call, was), read(table))) for read, was in self._reads)
         )
 
@@ -289,18 +302,20 @@ class _States:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        if not all(type(state) in _DICTS for state in optimizer.state.values()):
+        if not all(type(state) in _DICTS for state in values_of(optimizer.state)):
             raise TypeError("the state of a parameter is no dict")
         self._has_versions = dict_version is not None and not any(
-            type(each) is OrderedDict for each in (optimizer.state, *optimizer.state.values())
+            type(each) is OrderedDict for each in (optimizer.state, *values_of(optimizer.state))
         )  # a key that moves to the end makes no new version
         self._keys, self._sizes = self._keys_now(), self._sizes_now()
-        self._parameters = _are(list(optimizer.state), lambda: self._optimizer.state)
+        self._parameters = _are(
+            list(elements_of(optimizer.state)), lambda: elements_of(self._optimizer.state)
+        )
         self._values = _are(list(self._values_now()), self._values_now)
         self._versions = self._versions_now()
 
     def _states(self) -> Iterable[dict[str, Any]]:
-        return self._optimizer.state.values()
+        return values_of(self._optimizer.state)
 
     def _sizes_now(self) -> list[int]:
         return list(map(len, self._states()))
@@ -344,8 +359,8 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _lengths(items: Sequence[Any]) -> list[int]:
-    return list(map(len, items))
+def _lengths(items: Sequence[Any], size: Callable[[Any], int]) -> list[int]:
+    return list(map(size, items))
 
 
 def _is_weak(value: Any) -> bool:

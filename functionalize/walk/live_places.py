@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from functionalize.scalars.live_scalars import left_behind
 from functionalize.util.packages import is_users
+from functionalize.util.reading import values_of
 from functionalize.util.tensor_wrappers import address_of
 from functionalize.walk.data_parts import CONTAINERS
 from functionalize.walk.fact_text import NUMBERS, PLAIN
@@ -253,7 +254,7 @@ def state_numbers(optimizer: torch.optim.Optimizer, live: LivePlaces) -> list[tu
     """The numbers in an optimizer's state, each with its key; of live ones, the type."""
     return [
         (key, live.kind_at(Held(state, key), value) or (type(value), repr(value)))
-        for state in list(optimizer.state.values())
+        for state in list(values_of(optimizer.state))
         if isinstance(state, dict)
         for key, value in state.items()
         if type(value) in PLAIN

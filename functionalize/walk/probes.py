@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from functionalize._compat.fast_guards import ChangeCount, table_of_class
 from functionalize.util.packages import is_users
-from functionalize.util.reading import item_of
+from functionalize.util.reading import item_of, values_of
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.bound_methods import WHOLE
 from functionalize.walk.code_names import NameFilter
@@ -354,7 +354,7 @@ class Probes:
         for read, _ in self._values:
             facts.read(read)
         for optimizer, read, _ in self._optimizers:
-            if any(map(self._live.keys_of, optimizer.state.values())):
+            if any(map(self._live.keys_of, values_of(optimizer.state))):
                 facts.read(partial(read, optimizer))
             else:
                 facts.states(optimizer)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from functionalize._compat.graphs import pytree
 from functionalize.fsdp.objects import fsdp_states, fsdp_unsharded
+from functionalize.util.reading import values_of
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.util.text import with_article
 from functionalize.walk.fact_text import CARRIED, Path
@@ -69,7 +70,7 @@ class Roots:
     def made_once(self) -> Iterator[Tensor]:
         """The tensors that first steps make for all later ones: optimizer state, and what FSDP2 gathers into."""
         for optimizer in self.optimizers.values():
-            for leaf in pytree.tree_leaves(list(optimizer.state.values())):
+            for leaf in pytree.tree_leaves(list(values_of(optimizer.state))):
                 yield from plain_tensors(leaf)
         for module in self.modules.values():
             yield from fsdp_unsharded(module)

@@ -32,6 +32,7 @@ from functionalize._compat.modules import without_reports
 from functionalize.scalars.live_scalars import is_live
 from functionalize.util.own_values import OWN_VALUES
 from functionalize.util.packages import is_users
+from functionalize.util.reading import elements_of, item_of, items_of, size_of, values_of
 from functionalize.util.text import with_article
 from functionalize.walk.code_names import NameFilter
 from functionalize.walk.data_parts import (
@@ -403,12 +404,12 @@ class PythonState:
         if not self._roots_only:  # sources find tensors in attributes, nothing leads to other roots
             self._attributes_of(visit, table)
         for hooks in _HOOKS:
-            if table[hooks]:
+            if size_of(table[hooks]):
                 self.probes.add_table(table[hooks])
-                self._push(visit, Part(hooks, tuple(table[hooks].values()), "hook"))
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                self._push(visit, Part(hooks, tuple(values_of(table[hooks])), "hook"))
+        for key, tensor in (*items_of(module._parameters), *items_of(module._buffers)):
             self._attributes_of_tensor(Visit((visit.path, key), key, tensor), tensor)
-        for key, parameter in module._parameters.items():
+        for key, parameter in items_of(module._parameters):
             self._hooks_of(visit, f"{key}.hooks", parameter)
 
     def _hooks_of(self, visit: Visit, key: str, leaf: Tensor | None) -> None:
@@ -451,7 +452,7 @@ class PythonState:
             if self.live.holds_bundle(Held(table, key), value):  # its tensors are found again there
                 self._push(Visit(visit.path, visit.name, None), attribute(table, key))
                 continue
-            if isinstance(value, (list, tuple)):
+            if issubclass(type(value), (list, tuple)):  # `isinstance` asks the object
                 self._of_modules.add(id(value))
             self._push(loose, attribute(table, key)._replace(value=value))
 
@@ -463,15 +464,15 @@ class PythonState:
         for key in vars(optimizer):
             if key not in _OF_EVERY_OPTIMIZER:
                 self._push(visit, attribute(vars(optimizer), key))
-        for g, group in enumerate(optimizer.param_groups):
-            for i, parameter in enumerate(group["params"]):
+        for g, group in enumerate(elements_of(optimizer.param_groups)):
+            for i, parameter in enumerate(elements_of(item_of(group, "params"))):
                 self._hooks_of(visit, f"{g}.{i}.hooks", parameter)
         self.probes.add_attribute(optimizer, "__dict__")
         self.probes.add_table(vars(optimizer))
         self.probes.add_optimizer(optimizer, partial(state_numbers, live=self.live))
         for key, fact in state_numbers(optimizer, self.live):
             self._note(Visit(((visit.path, "state"), key), "", None), fact)
-        for state in () if self._is_replay else optimizer.state.values():
+        for state in () if self._is_replay else values_of(optimizer.state):
             for key, value in state.items() if type(state) is dict else ():
                 if type(value) in LIVE_NUMBERS:
                     place = Visit(((visit.path, "state"), key), "", value, Held(state, key))
