@@ -86,6 +86,7 @@ _REFUSED_STARTS = (
     "_unsafe_index",
     "_unsafe_masked",
 )
+_OVERLOAD: type = type(torch.ops.aten.add.Tensor)
 _WORD = re.compile(r"\w+")
 
 
@@ -104,7 +105,7 @@ def op_of(name: Any, namespaces: Collection[str] = ()) -> Any:
         found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     except (AttributeError, RuntimeError):
         found = None
-    if not isinstance(found, torch._ops.OpOverload):
+    if not isinstance(found, _OVERLOAD):
         raise LoadError(f"needs the op {name:.200}, which is not registered here")
     return found
 

@@ -28,11 +28,12 @@ def reading_thread(known: Container[int]) -> str | None:
 
     known: the identifiers of threads that do not.
     """
-    this, frames = threading.get_ident(), sys._current_frames()
-    if len(frames) == 1:
-        return None
+    frames = sys._current_frames()
+    del frames[
+        threading.get_ident()
+    ]  # a frame that holds itself would keep the step's variables until a collection
     for ident, frame in frames.items():
-        if ident == this or ident in known or _waits(frame):
+        if ident in known or _waits(frame):
             continue
         users: FrameType | None = frame
         while users is not None and not is_users(users.f_globals.get("__name__")):

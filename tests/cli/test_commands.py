@@ -231,7 +231,7 @@ def test_what_fails_late(command: Command, tmp_path: Path, monkeypatch: pytest.M
     assert ran.code == 1 and ran.words == (
         "error: /dev/full cannot be written: No space left on device"
     )
-    archive.write(str(tmp_path / "a.fzp"), {**archive.versions(), "kind": "graph"}, {}, [])
+    archive.write(str(tmp_path / "a.fzp"), {**archive.versions(), "kind": "graph"}, {}, {})
     ran = command("show", tmp_path / "a.fzp", columns=500)
     assert ran.code == 1 and "a.fzp cannot be loaded: it is damaged" in ran.words
     monkeypatch.setattr("functionalize.sweep.plan._MOST_CALLS", 1)

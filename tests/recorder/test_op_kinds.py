@@ -183,7 +183,7 @@ def test_lengths_that_change() -> None:
     step, seen = trained(body, fz.capture, change)
     for ours, theirs in zip(seen, expected, strict=True):
         assert all(map(torch.equal, ours, theirs))
-    assert step.stats.replays >= 3
+    assert step.stats.replays >= 2  # the first change makes the lengths live: two recordings
 
 
 def test_memory_that_no_op_filled_is_refused() -> None:
