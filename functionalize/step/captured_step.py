@@ -37,7 +37,7 @@ import torch
 from functionalize._compat.autograd import is_transformed
 from functionalize._compat.dispatch import current_modes
 from functionalize.audit.signature import Signature
-from functionalize.errors import FunctionalizeError, UncapturableError
+from functionalize.errors import FunctionalizeError, LoadError, SaveError, UncapturableError
 from functionalize.fake_world.world import in_world
 from functionalize.fsdp.releases import warn_if_untested
 from functionalize.lifetimes.observer import LifetimeObserver
@@ -86,6 +86,8 @@ log = logging.getLogger("functionalize")
 class CapturedStep(CopiedStep):
     """A training step that is recorded in its steady state and replayed after."""
 
+    _why_unsaved = ""  # for messages: why no file can hold its programs
+
     def __init__(self, train_step: Callable[..., Any], options: CaptureOptions) -> None:
         super().__init__(train_step, options)
         functools.update_wrapper(self, train_step)
@@ -132,8 +134,11 @@ class CapturedStep(CopiedStep):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the programs to a file (one per rank: `step.rank0.fzp`), for `load` in another process.
 
-        Raises `SaveError`, with nothing written, if a program refers to an object that has no name in the step.
+        Raises `SaveError`, with nothing written, if a program refers to an object that has no name in the step. Only
+        whole steps are saved, not a forward (`backward=True`) or the backwards of eager graphs.
         """
+        if self._why_unsaved:
+            raise refusal(path, SaveError(self._why_unsaved), "saved")
         for key, cached in list(self._cache.items()):
             if cached.waits or cached.is_bare:
                 self._optimise(key, cached)
@@ -155,6 +160,8 @@ class CapturedStep(CopiedStep):
         Raises `LoadError`, with nothing loaded on any rank, if a file is damaged, is for another version, world,
         model, optimizer or code, or needs a class or an op that is not handed over.
         """
+        if self._why_unsaved:
+            raise refusal(path, LoadError(self._why_unsaved), "loaded")
         saved = load_step(path, self._fn, types, ops)
         try:
             programs = [(self._key_with_sizes(k, c.program), c) for k, c in saved.programs]

@@ -139,9 +139,13 @@ class ReplayedStep:
             matching = self._cache.matching(call.key, call.leaves, call.spec)
             found = None if is_rare else next(matching, None)
         is_due = found is not None and self._is_due(found[0])
-        if is_due and not waits and self._is_read_elsewhere():
-            self._is_left_eager = True
-            return False, WAITS
+        if found is not None and is_due and not waits and self._is_read_elsewhere():
+            if found[0].prediction is not None:  # it is compared before it is replayed
+                self._is_left_eager = True
+                return False, WAITS
+            is_due = (
+                False  # else every call would be due, and run eagerly, as long as that thread runs
+            )
         if self._vote is not None:
             mine = found[0] if found is not None and not waits else None
             worst = self._vote.before_replay(mine, is_due, is_rare)
@@ -197,7 +201,7 @@ class ReplayedStep:
         return False, self._cache.reason
 
     def _is_read_elsewhere(self) -> bool:
-        """Whether another thread may read the live numbers of a recording or an audit: the call runs eagerly.
+        """Whether another thread may read the live numbers of a recording or an audit, so that there is none.
 
         Not asked among ranks, which must all do the same.
         """
@@ -207,8 +211,8 @@ class ReplayedStep:
         if thread is not None and not self._told_of_thread:
             self._told_of_thread = True
             log.warning(
-                "%s runs eagerly where it would be recorded or audited, while %s may read the numbers that it changes: "
-                "let that thread wait for them by `queue.get()`, and the thread of the step put them there",
+                "%s runs eagerly where it would be recorded, and is not audited, while %s may read the numbers that it "
+                "changes: let that thread wait for them by `queue.get()`, and the thread of the step put them there",
                 self._name,
                 thread,
             )

@@ -16,9 +16,8 @@ Refusals, after which calls run eagerly: `backward.refused` counts them, by reas
 from __future__ import annotations
 
 import functools
-import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from functionalize._compat.autograd import first_gradients
 from functionalize.audit.schedule import AuditOption
-from functionalize.errors import LoadError, SaveError, UncapturableError
+from functionalize.errors import UncapturableError
 from functionalize.ir.inputs import Captured, chain_of
 from functionalize.step.captured_step import CapturedStep
 from functionalize.step.options import MAX_PROGRAM_BYTES, CaptureOptions
@@ -37,7 +36,6 @@ from functionalize.tape.listing import Unlisted, listed
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 
 Tensors = Tensor | Sequence[Tensor]
-_NOT_WHOLE = "is for the backwards of eager graphs: capture a whole step"
 
 
 def capture_backward(
@@ -53,6 +51,7 @@ def capture_backward(
     The options are those of `capture`. A call never raises for a backward that cannot be captured: it runs eagerly.
     """
     return CapturedTapes(
+        functools.partial(_backward, []),
         CaptureOptions.of(
             passes,
             "eager",
@@ -63,20 +62,19 @@ def capture_backward(
             record_after,
             max_program_bytes,
             False,
-        )
+        ),
     )
 
 
 class CapturedTapes(CapturedStep):
     """Backwards by programs, one for each tape. refused: how many calls could not be listed, by reason."""
 
+    _fn: functools.partial[None]
     _goes_outside = True
+    _why_unsaved = "is for the backwards of eager graphs: capture a whole step"
 
-    def __init__(self, options: CaptureOptions) -> None:
-        self._hooks: list[
-            Any
-        ] = []  # of the running call: the search for what code reads begins there
-        super().__init__(functools.partial(_backward, self._hooks), options)
+    def __init__(self, train_step: Callable[..., Any], options: CaptureOptions) -> None:
+        super().__init__(train_step, options)
         self._name = "backward"
         self.refused: Counter[str] = Counter()
 
@@ -103,26 +101,14 @@ class CapturedTapes(CapturedStep):
             self.refused[str(reason)] += 1
             torch.autograd.backward(roots, gradients, retain_graph)
             return
-        self._hooks[:] = tape.hooks
+        (hooks,) = self._fn.args  # of the running call: the search for what code reads begins there
+        hooks[:] = tape.hooks
         try:
             super().__call__(
                 roots, gradients, retain_graph, tape.key, tape.tensors, tape.leaves, tape.packed
             )
         finally:
-            self._hooks.clear()
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Refused: only whole steps are saved."""
-        raise SaveError(f"{os.fspath(path)} cannot be saved: it {_NOT_WHOLE}")
-
-    def load(
-        self,
-        path: str | os.PathLike[str],
-        types: Sequence[type] = (),
-        ops: Sequence[str] = (),
-    ) -> None:
-        """Refused: only whole steps are loaded."""
-        raise LoadError(f"{os.fspath(path)} cannot be loaded: it {_NOT_WHOLE}")
+            hooks.clear()
 
     def _places(self, call: Invocation, live: bool) -> LivePlaces:
         return NO_PLACES  # hooks are made anew: a number in one is no place of the next

@@ -32,8 +32,7 @@ they require a gradient; a saved value that was written since, as in eager.
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
@@ -42,7 +41,7 @@ import torch
 
 from functionalize._compat.autograd import at_end_of_backward
 from functionalize.audit.audited_call import AuditedCall, judged
-from functionalize.errors import LoadError, PassError, SaveError
+from functionalize.errors import PassError
 from functionalize.fsdp.forward_again import as_outside_of_backward
 from functionalize.ir.generators import is_random
 from functionalize.ir.inputs import Call
@@ -81,15 +80,15 @@ from functionalize.util.gc_pause import only_young_collections
 log = logging.getLogger("functionalize")
 _PATIENCE = 4  # recorded forwards in a row without a backward, before fewer are recorded
 _BACKWARDS = 8  # kept of one forward
-_NOT_WHOLE = (
-    "is for a forward whose backward runs outside of it (`backward=True`): capture a whole step"
-)
 
 
 class CapturedForward(PredictedForward):
     """A captured forward: replays the forward when it is called, and its backward when autograd runs it."""
 
     _hooks_run_outside = True
+    _why_unsaved = (
+        "is for a forward whose backward runs outside of it (`backward=True`): capture a whole step"
+    )
 
     def __init__(self, forward: Callable[..., Any], options: CaptureOptions) -> None:
         super().__init__(forward, options)
@@ -111,19 +110,6 @@ class CapturedForward(PredictedForward):
         """The programs of all backwards, by forward, the last recorded first."""
         forwards = (cached for cached in self._cache if isinstance(cached, ForwardProgram))
         return tuple(each.program for forward in forwards for each in forward.backwards)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Refused: only whole steps are saved."""
-        raise SaveError(f"{os.fspath(path)} cannot be saved: it {_NOT_WHOLE}")
-
-    def load(
-        self,
-        path: str | os.PathLike[str],
-        types: Sequence[type] = (),
-        ops: Sequence[str] = (),
-    ) -> None:
-        """Refused: only whole steps are loaded."""
-        raise LoadError(f"{os.fspath(path)} cannot be loaded: it {_NOT_WHOLE}")
 
     @property
     def callable(self) -> Callable[..., Any]:

@@ -235,7 +235,8 @@ class Probes:
 
     def add_value(self, read: Callable[[], Any]) -> None:
         """What a function returns, compared by `==`."""
-        self._values.append((read, read()))
+        if not self._is_given_up:
+            self._values.append((read, read()))
 
     def _token(self, value: Any, place: Held | None = None) -> Any:
         live = self._live.values

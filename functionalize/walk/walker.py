@@ -27,6 +27,7 @@ from functionalize._compat.autograd import (
     accumulator_tables,
     hook_functions,
     hook_tables,
+    may_have_accumulator,
 )
 from functionalize._compat.modules import without_reports
 from functionalize.scalars.live_scalars import is_live
@@ -416,9 +417,10 @@ class PythonState:
         """The hooks on the gradient of a leaf tensor, that run in the step."""
         if leaf is None or (self.hooks_run_outside and not hasattr(leaf, "device_mesh")):
             return
-        of_node = accumulator_tables(leaf) if self.asks_nodes else ()
-        for table in (*hook_tables(leaf), *of_node):
+        for table in hook_tables(leaf):
             self.probes.add_table(table)
+        if self.asks_nodes and may_have_accumulator(leaf):  # it may have another node later
+            self.probes.add_value(partial(_hooks_of_node, weakref.ref(leaf)))
         if found := self.hooks_on(leaf):
             self._push(visit, Part(key, tuple(found), "hook"))
 
@@ -477,3 +479,9 @@ class PythonState:
                 if type(value) in LIVE_NUMBERS:
                     place = Visit(((visit.path, "state"), key), "", value, Held(state, key))
                     self._note_slot(visit, place)
+
+
+def _hooks_of_node(leaf: weakref.ref[Tensor]) -> list[dict[Any, Any]]:
+    """The hooks on the node that accumulates the gradient of a leaf now, by the numbers that torch gives to hooks."""
+    found = leaf()
+    return [] if found is None else list(map(dict, accumulator_tables(found)))

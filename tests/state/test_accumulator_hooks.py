@@ -97,7 +97,16 @@ def gone_with_its_node(trainer: Trainer, i: int) -> None:
         node_of(trainer.model.weight).register_prehook(lambda grads: (grads[0] * 2,))
 
 
+def on_another_node(trainer: Trainer, i: int) -> None:
+    """As many hooks as before: only what they do differs."""
+    if i in (0, 8):
+        factor = 2.0 + i
+        trainer.nodes.clear()
+        trainer.hang(True, lambda grads: (grads[0] * factor,))
+
+
 CHANGES = [
+    on_another_node,
     from_the_start,
     later,
     later_and_removed,

@@ -220,3 +220,27 @@ def test_a_closure() -> None:
             pickle.dumps(each)
         errors.append((type(raised.value), str(raised.value)))
     assert errors[0] == errors[1] == errors[2] and "train" in errors[0][1]
+
+
+@pytest.mark.parametrize("make_copy", COPIES)
+def test_backwards_of_eager_graphs(make_copy: Copy) -> None:
+    """A copy has the options, and no programs; it goes backward as eager does."""
+    model, x = nn.Linear(3, 2), torch.ones(1, 3)
+    backward = fz.capture_backward(audit=7, record_after=1)
+    backward.tag = "a"
+
+    def gradient(go: Callable[[Tensor], Any]) -> Tensor:
+        model.zero_grad()
+        go(model(x).square().sum())
+        assert model.weight.grad is not None
+        return model.weight.grad.clone()
+
+    wanted = gradient(Tensor.backward)
+    for _ in range(4):
+        assert gradient(backward).equal(wanted)
+    other = make_copy(backward)
+    assert other._options == backward._options and other.tag == "a"
+    assert other is not backward and not other.programs and not other.refused
+    for _ in range(4):
+        assert gradient(other).equal(wanted)
+    assert other.stats.replays and backward.stats.replays

@@ -222,6 +222,33 @@ def test_a_thread_that_reads_numbers(caplog):
     assert step.stats.replays and trainer.ema == eager.ema
 
 
+def test_a_thread_that_begins_later_delays_audits_and_no_replay():
+    """An audit that is due while it may read is left out: else each later call would be due, and run eagerly."""
+    eager, trainer = Trainer(), Trainer()
+    step, stop, kinds = fz.capture(trainer.step, audit=4), threading.Event(), set()
+    for x in BATCHES[:8]:
+        assert torch.equal(step(x), eager.step(x))
+    before, audits = step.stats.replays, step.stats.audits
+
+    def beat():
+        while not stop.wait(1e-5):
+            kinds.update(map(type, (trainer.n, trainer.ema)))
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        got = [step(x) for x in BATCHES]
+    finally:
+        stop.set()
+        thread.join()
+    assert_equal([got], [[eager.step(x) for x in BATCHES]])
+    assert (step.stats.replays - before, step.stats.audits) == (len(BATCHES), audits)
+    assert kinds == {int, float}
+    for x in BATCHES:
+        assert torch.equal(step(x), eager.step(x))
+    assert step.stats.audits > audits and trainer.ema == eager.ema
+
+
 def test_a_thread_that_waits_for_numbers_is_no_reader():
     trainer, sent, got = Trainer(), queue.Queue(), []
     step = fz.capture(trainer.step)
