@@ -17,7 +17,7 @@ import torch.distributed as dist
 import functionalize as fz
 from functionalize import errors
 from tests.cli.entry import Command, command
-from tests.fsdp.table import written
+from tests.fsdp.table import PART, table
 
 __all__ = ["command"]  # a fixture
 ROOT = Path(__file__).parents[1]
@@ -154,4 +154,4 @@ def test_the_code_of_a_page_prints_what_the_page_says(page: str) -> None:
 
 def test_the_list_of_features_is_that_of_the_tests() -> None:
     text = (ROOT / "docs" / "features.md").read_text()
-    assert written(text) == text, "python -m tests.fsdp.table --write"
+    assert PART.put_into(text, table()) == text, "python -m tests.fsdp.table --write"

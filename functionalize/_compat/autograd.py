@@ -205,16 +205,16 @@ reference_count: Callable[[torch.Tensor], int] = torch._C.TensorBase._use_count 
 
 
 def may_have_accumulator(tensor: torch.Tensor) -> bool:
-    """Whether somebody may keep the node that accumulates a leaf's gradient: such a node has a reference to the leaf.
+    """Whether a graph or a script may keep the node that accumulates a leaf's gradient: it has a reference to the leaf.
 
-    A graph does, until its backward has run, and a script that hangs hooks on the node. Without that, autograd makes
-    a node for each graph, and none has hooks.
+    A graph does until its backward has run, a script to hang hooks on the node. If neither does, autograd makes a
+    node for each graph, and none has hooks.
     """
     return reference_count(tensor) > 1 and tensor.requires_grad and tensor.is_leaf
 
 
 def accumulator_tables(leaf: torch.Tensor) -> list[dict[Any, Any]]:
-    """The dicts of the hooks on the node that accumulates the gradient of a leaf, if somebody may keep that node.
+    """The dicts of the hooks on the node that accumulates the gradient of a leaf, if that node may be kept.
 
     No function returns them, but the handle of a new hook has the dict that it was added to.
     """

@@ -69,9 +69,8 @@ def check_versions(metadata: Json) -> None:
 _METADATA, _PROGRAMS, _CONSTANTS = "metadata.json", "programs.json", "constants.bin"
 _LARGEST = 2**31  # bytes of JSON: far above any program, below what would exhaust a machine
 _DEFLATED = 1100  # bytes, at most, that one byte of a deflated entry makes
-_REPETITIVE = (
-    200  # the same of JSON that is longer than `_SHORT`: as objects it takes ten times its bytes
-)
+# The same of JSON that is longer than `_SHORT`: as objects it takes ten times its bytes.
+_REPETITIVE = 200
 _SHORT = 2**22
 _LONGEST = 800  # characters of a message
 
@@ -222,9 +221,8 @@ def _fill(entry: IO[bytes], into: memoryview) -> None:
 
 def refusal(path: FilePath, error: FunctionalizeError, verb: str) -> FunctionalizeError:
     """`error` with the file's path before its message, in one line."""
-    said = "".join(
-        c if c.isprintable() else " " for c in str(error)
-    )  # it may hold names of the file
+    # It may hold names of the file.
+    said = "".join(c if c.isprintable() else " " for c in str(error))
     said = said if len(said) <= _LONGEST else f"{said[:_LONGEST]}..."
     reported = type(error)(f"{os.fspath(path)} cannot be {verb}: it {said}")
     reported.__cause__ = error.__cause__

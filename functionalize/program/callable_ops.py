@@ -40,8 +40,8 @@ _TYPES = re.compile(
     r"(Optional|List|Union|Tuple|\[|\]|\(|\)|,|\s|\?|Tensor|SymInt|SymFloat|SymBool|int|float|bool|complex|number|"
     r"Scalar|ScalarType|Layout|MemoryFormat|Device|str|NoneType|Generator|Dimname|QScheme|t\d*)+"
 )
-# Of torch's ops: what changes a tensor's storage or its size, trusts what it is told of memory, reads or writes
-# outside of the process, or hides what it calls.
+# Of torch's ops: what changes a tensor's storage or its size, trusts addresses and sizes of memory that it is
+# passed, reads or writes outside of the process, or hides what it calls.
 _REFUSED = frozenset(
     {
         "from_file",
@@ -135,9 +135,8 @@ def why_not(op: Any) -> str | None:
         kind = str(argument.type)
         if argument.name == "unsafe":
             return "may leave out checks"
-        if (
-            argument.name == "group_name" and kind == "Any"
-        ):  # a name, or a group's object by newer releases
+        # A name, or a group's object by newer releases.
+        if argument.name == "group_name" and kind == "Any":
             continue
         if "str" in kind and argument.name not in _OPTIONS:
             return f"has the argument `{argument.name}`, text that may be a name"

@@ -32,9 +32,7 @@ def checked(kind: Any, values: Sequence[Any]) -> Sequence[Any]:
         raise LoadError(f"has a {kind.__name__} of {len(values)} fields: damaged")
     for value, (name, check) in zip(values, declared, strict=True):
         if not check(value):
-            raise LoadError(
-                f"has a {kind.__name__} whose `{name}` is a {type(value).__name__}: damaged"
-            )
+            raise _damaged(kind, name, value)
     return values
 
 
@@ -43,10 +41,12 @@ def fields_checked(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     declared = dict(_checks(kind))
     for name, value in values.items():
         if not declared[name](value):
-            raise LoadError(
-                f"has a {kind.__name__} whose `{name}` is a {type(value).__name__}: damaged"
-            )
+            raise _damaged(kind, name, value)
     return dict(values)
+
+
+def _damaged(kind: Any, name: str, value: Any) -> LoadError:
+    return LoadError(f"has a {kind.__name__} whose `{name}` is a {type(value).__name__}: damaged")
 
 
 @cache

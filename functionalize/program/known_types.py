@@ -37,9 +37,8 @@ _PLAIN: tuple[Any, ...] = (
     *dtensor_type(),
     NODE,
 )
-_RESULTS = tuple(
-    kind for kind in vars(torch.return_types).values() if isinstance(kind, type)
-)  # of torch's functions that return several tensors
+# Of torch's functions that return several tensors.
+_RESULTS = tuple(kind for kind in vars(torch.return_types).values() if isinstance(kind, type))
 
 
 def type_name(kind: Any) -> str:

@@ -134,9 +134,8 @@ class _Named:
                     self._add_type(kind)
 
     def _add_op(self, value: Any) -> None:
-        name = getattr(
-            value, "_qualname", None
-        )  # of a function that `torch.library.custom_op` made
+        # Of a function that `torch.library.custom_op` made.
+        name = getattr(value, "_qualname", None)
         if isinstance(name, str) and "::" in name and type(value).__module__.startswith("torch."):
             self.namespaces[name.partition("::")[0]] = None
 

@@ -84,10 +84,8 @@ class ScalarArguments:
         number: Number = arg.node
         if number.log is not self.log and number.alive and not number.log.yields:
             self.log.foreign()
-            return (
-                number.left_behind(),
-                arg,
-            )  # this recording is not kept; the enclosing one sees the op, too
+            # This recording is not kept; the enclosing one sees the op, too.
+            return number.left_behind(), arg
         if live and number.log is self.log and number.alive:
             carried = number.carried()
             return carried, carried.hint

@@ -56,9 +56,8 @@ from functionalize.scalars.scalar_arguments import has_live
 _NUMBERS = frozenset({bool, int, float})
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _WITHOUT_ALPHA = 2  # arguments by position; where there are more, `alpha` is among them
-_FEW = (
-    64  # integers that `.tolist()` reads one by one, numbers of which `torch.tensor` makes elements
-)
+# Integers that `.tolist()` reads one by one, numbers of which `torch.tensor` makes elements.
+_FEW = 64
 _LISTED = "Python reads a tensor that the step computes by .tolist(), in place of which it may call .item(),"
 
 

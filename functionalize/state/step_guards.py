@@ -126,9 +126,8 @@ def _facts(module: nn.Module, live: LivePlaces) -> dict[str, Any]:
         if kind not in (Tensor, type(None)):
             found[f"the type of {key}"] = f"{kind.__module__}.{kind.__qualname__}"
     for key in _REGISTRIES:
-        found[key] = list(
-            keys_of(table.get(key, {}))
-        )  # a scripted module's can be iterated only so
+        # A scripted module's can be iterated only so.
+        found[key] = list(keys_of(table.get(key, {})))
     return found
 
 

@@ -203,13 +203,12 @@ class ProgramCache:
         """Whether programs are added and dropped without a replay."""
         return self._unused_in_a_row >= self._limit
 
-    def give_up(self) -> bool:
-        """Drop the programs that were of no use, and no longer count them as thrashing; whether none is left."""
+    def give_up(self) -> None:
+        """Drop the programs that were of no use, and no longer count them as thrashing."""
         for cached in list(self._used):
             if cached.replays == cached.audits == cached.found == 0:
                 self.drop(cached)
         self._unused_in_a_row = 0
-        return not self._used
 
     def has(self, key: Hashable) -> bool:
         """Whether there is a program with this key."""

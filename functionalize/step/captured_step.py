@@ -158,7 +158,7 @@ class CapturedStep(CopiedStep):
         types, ops: classes of yours, and namespaces of custom ops, that the file may name beside those that the
         code of the step names. Every rank must call it: it initialises FSDP2 if that has not run yet.
         Raises `LoadError`, with nothing loaded on any rank, if a file is damaged, is for another version, world,
-        model, optimizer or code, or needs a class or an op that is not handed over.
+        model, optimizer or code, or needs a class or an op that neither the step nor an argument names.
         """
         if self._why_unsaved:
             raise refusal(path, LoadError(self._why_unsaved), "loaded")

@@ -32,7 +32,7 @@ class CopiedStep(PredictedStep):
         if _name_of(self) is not None:
             return self
         new = type(self)(self._fn, self._options)
-        vars(new).update(_given(self))
+        vars(new).update(_set_by_script(self))
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -43,7 +43,7 @@ class CopiedStep(PredictedStep):
             return getattr(copy.deepcopy(of[0], memo), of[1])
         new = memo[id(self)] = type(self).__new__(type(self))
         new.__setstate__((copy.deepcopy(self._fn, memo), None, self._options, {}))
-        vars(new).update(copy.deepcopy(_given(self), memo))
+        vars(new).update(copy.deepcopy(_set_by_script(self), memo))
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -54,15 +54,15 @@ class CopiedStep(PredictedStep):
             return getattr, of
         method = _method(self._fn)
         callable_ = (self._fn, None) if method is None else method
-        state = (*callable_, self._options, _given(self))
+        state = (*callable_, self._options, _set_by_script(self))
         return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
     def __setstate__(self, state: tuple[Any, str | None, CaptureOptions, dict[str, Any]]) -> None:
         """Begin as a new captured step. state: the callable, or an object and the name of its method; the rest."""
-        owner, name, options, given = state
+        owner, name, options, attributes = state
         method = owner if name is None else getattr(type(owner), name).__get__(owner)
         type(self).__init__(self, method, options)
-        vars(self).update(given)
+        vars(self).update(attributes)
 
 
 def _name_of(step: Any) -> str | None:
@@ -94,8 +94,8 @@ def _method(method: Any) -> tuple[Any, str] | None:
     return (method.__self__, name) if found is method.__func__ else None
 
 
-def _given(step: Any) -> dict[str, Any]:
-    """The attributes that a script has given to a step."""
+def _set_by_script(step: Any) -> dict[str, Any]:
+    """The attributes that a script has set on a step."""
     known = vars(type(step)(_nothing, step._options)).keys()
     of_callable = getattr(step._fn, "__dict__", {})
     return {

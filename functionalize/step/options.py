@@ -154,9 +154,8 @@ class CaptureOptions:
             try:
                 program = passes.run(program, self.passes)
             except UnknownValueError as error:
-                if any(
-                    groups_of(n.target, n.args) for n in program.graph.nodes
-                ):  # other ranks may run theirs after the passes
+                # Other ranks may run theirs after the passes.
+                if any(groups_of(n.target, n.args) for n in program.graph.nodes):
                     raise
                 log.warning("a program for other sizes runs without its passes: %s", error)
         elif self.compares:

@@ -88,7 +88,7 @@ class ReplayedStep:
         self._unpredicted: set[Hashable] = set()  # keys of calls that were not as predicted
         # Whether this call is not recorded either; whether the ranks also vote after the graph.
         self._is_left_eager = self._votes_again = False
-        self._told_of_thread = False
+        self._has_warned_of_thread = False
 
     def __repr__(self) -> str:
         counts = counted(len(self._cache), "program"), counted(self.stats.replays, "replay")
@@ -208,8 +208,8 @@ class ReplayedStep:
         if self._vote is not None or has_ranks():
             return False
         thread = reading_thread(TURNS.threads)
-        if thread is not None and not self._told_of_thread:
-            self._told_of_thread = True
+        if thread is not None and not self._has_warned_of_thread:
+            self._has_warned_of_thread = True
             log.warning(
                 "%s runs eagerly where it would be recorded, and is not audited, while %s may read the numbers that it "
                 "changes: let that thread wait for them by `queue.get()`, and the thread of the step put them there",

@@ -18,7 +18,7 @@ class Rest:
     """Which calls of a step that was given up run eagerly."""
 
     def __init__(self) -> None:
-        self.left = 0  # calls
+        self._left = 0  # calls
         self._length = FIRST_REST
         # Since the last rest; None: there was none, or a program was of use after it.
         self._recordings: int | None = None
@@ -31,14 +31,14 @@ class Rest:
 
     def begin(self, replays: int) -> None:
         """Give the step up. replays: of its programs so far."""
-        self.left, self._length = self._length, 2 * self._length
+        self._left, self._length = self._length, 2 * self._length
         self._recordings, self._replays = 0, replays
 
     def takes_call(self) -> bool:
         """Whether this call is a part of the rest; counts it."""
-        if not self.left:
+        if not self._left:
             return False
-        self.left -= 1
+        self._left -= 1
         return True
 
     def is_vain(self, replays: int) -> bool:

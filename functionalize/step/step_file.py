@@ -102,7 +102,7 @@ def load(path: FilePath, types: Sequence[type] = (), ops: Sequence[str] = ()) ->
     types: classes of yours that the file may name, to make results of them. ops: namespaces of custom ops that it may
     call. A file names nothing else than these and what this library and torch consist of: it is data.
     Raises `LoadError` if the file is damaged, of another version of torch, Python or this library, or needs a class or
-    an op that is not handed over.
+    an op that `types` and `ops` do not name.
     """
     return persist.load_program(path, Program, _RUNNERS, types, ops)
 

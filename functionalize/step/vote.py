@@ -192,7 +192,7 @@ class RankVote:
 
 
 def _all_reduce_max(flag: torch.Tensor, name: str) -> None:
-    with _told_of_lost_ranks(name):
+    with _explaining_lost_ranks(name):
         work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=group_of_name(name), async_op=True)
         if work is not None:
             _await(work, name)
@@ -219,7 +219,7 @@ _TIMEOUT = re.compile(r"time(d |-)?out", re.IGNORECASE)
 
 
 @contextmanager
-def _told_of_lost_ranks(name: str) -> Iterator[None]:
+def _explaining_lost_ranks(name: str) -> Iterator[None]:
     """A context in which the error of a broken connection to another rank says that this rank is lost."""
     try:
         yield
@@ -272,7 +272,7 @@ class _Room:
 
     def wait(self, words: Iterable[str]) -> set[str]:
         """Those of `words` that any rank of the group has said, once all have ended."""
-        with _told_of_lost_ranks(self.group):
+        with _explaining_lost_ranks(self.group):
             try:
                 self.store.wait([f"{self.key}/all"], _PATIENCE)
             except RuntimeError as error:

@@ -22,7 +22,7 @@ import marshal
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import takewhile
 from types import (
     BuiltinFunctionType,
@@ -189,7 +189,7 @@ def _value(name: str, scope: Mapping[str, Any], inner: Mapping[str, Any]) -> Any
     return None
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _loads(code: CodeType) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Name and attributes of each name that is loaded, here or in a nested function: ("self", ("meter", "update")).
 
@@ -228,10 +228,13 @@ _MOST_ELEMENTS = 64  # of a container whose elements are looked at
 _OWN = ("self", "cls")
 
 
-@cache
 def _is_librarys(code: CodeType) -> bool:
-    file = code.co_filename
-    return is_installed_file(file) or is_standard_file(file) or is_internal_code(code)
+    return _is_librarys_file(code.co_filename) or is_internal_code(code)
+
+
+@cache
+def _is_librarys_file(file: str) -> bool:
+    return is_installed_file(file) or is_standard_file(file)
 
 
 def is_internal_code(code: CodeType) -> bool:

@@ -29,9 +29,8 @@ def reading_thread(known: Container[int]) -> str | None:
     known: the identifiers of threads that do not.
     """
     frames = sys._current_frames()
-    del frames[
-        threading.get_ident()
-    ]  # a frame that holds itself would keep the step's variables until a collection
+    # A frame that holds itself would keep the step's variables until a collection.
+    del frames[threading.get_ident()]
     for ident, frame in frames.items():
         if ident in known or _waits(frame):
             continue

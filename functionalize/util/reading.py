@@ -5,15 +5,14 @@
     elements_of(groups)              its elements, in their order
     size_of(groups)                  their number
 
-`container[key]` calls `__getitem__` and `__missing__` of the container's class: a `defaultdict` makes an entry when
-somebody looks. Whatever looks at the state of a step (a source, a guard, the walk) reads it here.
+`container[key]` calls `__getitem__` and `__missing__` of the container's class: a `defaultdict` makes an entry when it
+is read. Sources, guards and the walk read the state of a step by these functions.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from operator import getitem
 from typing import Any
 
 _ABSENT = object()
@@ -28,16 +27,12 @@ def item_of(container: Any, key: Any) -> Any:
     kind = type(container)
     if kind in PLAIN_CONTAINERS:
         return container[key]
-    if issubclass(kind, dict):
+    if issubclass(kind, dict):  # whose `__getitem__` calls `__missing__`
         value = dict.get(container, key, _ABSENT)
         if value is _ABSENT:
             raise KeyError(key)
         return value
-    if issubclass(kind, list):
-        return list.__getitem__(container, key)
-    if issubclass(kind, tuple):
-        return tuple.__getitem__(container, key)
-    return getitem(container, key)  # a `mappingproxy`
+    return base_of(container).__getitem__(container, key)
 
 
 def entry_of(table: Any, key: Any, default: Any = None) -> Any:

@@ -36,12 +36,8 @@ Test = Callable[[], bool]
 _flat = chain.from_iterable
 _values = methodcaller("values")
 Names = Callable[[Any], tuple[Any, ...]]
-_PLAIN_SIZES = PLAIN_CONTAINERS | {
-    set,
-    frozenset,
-    deque,
-    MappingProxyType,
-}  # `len` runs no Python code
+# Of these `len` runs no Python code.
+_PLAIN_SIZES = PLAIN_CONTAINERS | {set, frozenset, deque, MappingProxyType}
 _DICTS = frozenset({dict, OrderedDict, defaultdict})  # to iterate them runs no Python code
 
 

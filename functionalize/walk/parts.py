@@ -12,7 +12,6 @@ Invariant: no method of the user is called, and nothing is changed.
 from __future__ import annotations
 
 import dis
-import functools
 import inspect
 import itertools
 import logging
@@ -27,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from functionalize.ir.inputs import Call
 from functionalize.planning.timeline.timeline import Category
+from functionalize.util.by_class import by_class
 from functionalize.util.own_values import OWN_VALUES
 from functionalize.util.packages import is_standard, is_users
 from functionalize.util.process_groups import group_name, is_group
@@ -241,38 +241,40 @@ def slots_of(value: Any, names: Container[Any]) -> list[Part]:
     return list(_slots(value, names, False))
 
 
-@functools.cache
+def _slots_in(kind: type) -> Iterator[tuple[str, types.MemberDescriptorType]]:
+    """The names and descriptors of the slots of a class, those of its first base first."""
+    for base in kind.__mro__:
+        if "__slots__" in vars(base):
+            for name, slot in list(vars(base).items()):
+                if isinstance(slot, types.MemberDescriptorType):
+                    yield name, slot
+
+
+@by_class
 def slot_names(kind: type) -> frozenset[str]:
     """The names of the slots of a class, which have a descriptor each."""
-    return frozenset(
-        name
-        for base in kind.__mro__[:-1]
-        if "__slots__" in vars(base)
-        for name, slot in vars(base).items()
-        if isinstance(slot, types.MemberDescriptorType)
-    )
+    return frozenset(name for name, _ in _slots_in(kind))
 
 
-@functools.cache
+@by_class
 def _of_content(kind: type) -> frozenset[str]:
-    """The attributes that the methods of libraries' classes assign. A logger's parent is assigned by its manager."""
-    return frozenset(
+    """The attributes that the methods of libraries' classes assign, and those that Python and loggers' managers do."""
+    assigned = frozenset(
         step.argval
         for base in kind.__mro__
         if not is_users(base.__module__)
         for method in vars(base).values()
         if isinstance(method, types.FunctionType)
-        for step in dis.get_instructions(inspect.unwrap(method).__code__)
+        if isinstance(wrapped := inspect.unwrap(method), types.FunctionType)
+        for step in dis.get_instructions(wrapped.__code__)
         if step.opname == "STORE_ATTR"
-    ) | {
-        "parent" if issubclass(kind, logging.Logger) else "__wrapped__",
-        "__wrapped__",
-        "__doc__",
-        "__module__",
-        "__name__",
-        "__qualname__",
-        "__annotations__",
-    }
+    )
+    return assigned | _OF_FUNCTIONS | ({"parent"} if issubclass(kind, logging.Logger) else set())
+
+
+_OF_FUNCTIONS = {
+    *("__wrapped__", "__doc__", "__module__", "__name__", "__qualname__", "__annotations__"),
+}
 
 
 _PLAIN_BASES = ("builtins", "abc", "typing", "enum")
@@ -306,15 +308,13 @@ def table_of(value: Any) -> dict[str, Any] | None:
 def _slots(value: Any, names: Container[Any], every: bool) -> Iterator[Part]:
     # A place in a container is an element, so that what is in its slots has none.
     has_places = not issubclass(type(value), (dict, list, tuple))
-    for base in type(value).__mro__[:-1]:
-        for name, slot in list(vars(base).items()) if "__slots__" in vars(base) else ():
-            if isinstance(slot, types.MemberDescriptorType):
-                try:
-                    content = slot.__get__(value)
-                except AttributeError:
-                    continue
-                place = Held(value, name) if has_places else None
-                yield Part(name, content, name, place, every or name in names)
+    for name, slot in _slots_in(type(value)):
+        try:
+            content = slot.__get__(value)
+        except AttributeError:
+            continue
+        place = Held(value, name) if has_places else None
+        yield Part(name, content, name, place, every or name in names)
 
 
 def users(value: Any, names: NameFilter) -> Parts:
@@ -373,12 +373,7 @@ def _wrapped(value: Any) -> Any:
 
 def is_native(kind: type) -> bool:
     """Whether C code keeps state in the instances: they are larger than slots, `__dict__` and weak references need."""
-    slots = sum(
-        isinstance(each, types.MemberDescriptorType)
-        for base in kind.__mro__
-        if "__slots__" in vars(base)
-        for each in vars(base).values()
-    )
+    slots = len(list(_slots_in(kind)))
     words = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
     return kind.__basicsize__ > object.__basicsize__ + 8 * words or kind.__itemsize__ > 0
 

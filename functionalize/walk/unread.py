@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from functionalize.util.by_class import by_class
 from functionalize.util.packages import is_installed
 from functionalize.util.patching import Patch, Patches
 from functionalize.walk.code_names import NameFilter, names_in
@@ -138,18 +139,9 @@ _KEPT = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
 _HEAP = 1 << 9  # a class that Python code has made
 _get = object.__getattribute__
 
-_OBSERVABLE: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 _PATCHES: weakref.WeakKeyDictionary[type, Patches] = weakref.WeakKeyDictionary()
 _HELD: weakref.WeakKeyDictionary[type, dict[str, Patches]] = weakref.WeakKeyDictionary()
 _ACTIVE: list[AttributeReads] = []  # of all threads: a step may leave work to others
-
-
-def is_observable(kind: type) -> bool:
-    """Whether the attributes that code reads of instances of a class can be observed: of a library, in plain Python."""
-    found = _OBSERVABLE.get(kind)
-    if found is None:
-        found = _OBSERVABLE[kind] = _is_observable(kind)
-    return found
 
 
 def is_of_library(owner: type) -> bool:
@@ -157,7 +149,9 @@ def is_of_library(owner: type) -> bool:
     return owner is types.MethodType or is_observable(owner)
 
 
-def _is_observable(kind: type) -> bool:
+@by_class
+def is_observable(kind: type) -> bool:
+    """Whether the attributes that code reads of instances of a class can be observed: of a library, in plain Python."""
     bases = kind.__mro__[:-1]
     setter: Any = type(kind).__setattr__
     return (

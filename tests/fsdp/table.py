@@ -9,9 +9,7 @@ cannot run it on gloo, and the test shows eager's error.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from tests.fsdp import (
     features,
@@ -22,10 +20,9 @@ from tests.fsdp import (
     test_persist,
 )
 from tests.fsdp.huggingface import CASES
+from tests.pages import Part
 
-PAGE = Path(__file__).parents[2] / "docs" / "features.md"
-BEGIN = "<!-- features: begin (written by `python -m tests.fsdp.table --write`) -->"
-END = "<!-- features: end -->"
+PART = Part("features.md", "features", "tests.fsdp.table")
 Row = tuple[str, list[str], str]
 
 
@@ -103,14 +100,5 @@ def table() -> str:
     return "\n\n".join(sections)
 
 
-def written(text: str) -> str:
-    """The text of `docs/features.md` with the current list in its place."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
-
-
 if __name__ == "__main__":
-    if "--write" in sys.argv:
-        PAGE.write_text(written(PAGE.read_text()))
-    else:
-        print(table())
+    PART.is_written(table())

@@ -35,9 +35,8 @@ from functionalize.errors import LoadError
 from functionalize.util.structure import flatten
 
 Json = Any
-SPARE = (
-    400 << 20
-)  # bytes of addresses beside those that are in use: what the call of a small program may take
+# Bytes of addresses beside those that are in use: what the call of a small program may take.
+SPARE = 400 << 20
 
 
 def computed(x: Tensor, y: dict[str, Tensor], k: float) -> Any:

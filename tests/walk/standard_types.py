@@ -46,15 +46,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 from functionalize.walk.discovery import walked, walked_again
 from functionalize.walk.walker import PythonState
+from tests.pages import Part
 
-PAGE = Path(__file__).parents[2] / "docs" / "standard_types.md"
-BEGIN = "<!-- types: begin (written by `python -m tests.walk.standard_types --write`) -->"
-END = "<!-- types: end -->"
+PART = Part("standard_types.md", "types", "tests.walk.standard_types")
 MODULES = (
     *("collections", "functools", "queue", "threading", "multiprocessing", "weakref"),
     *("contextvars", "types", "io", "logging", "random", "decimal", "fractions", "datetime"),
@@ -495,17 +493,8 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def written(text: str) -> str:
-    """The text of the page with the current table in its place."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
-
-
 if __name__ == "__main__":
-    if "--write" in sys.argv:
-        PAGE.write_text(written(PAGE.read_text()))
-    else:
-        print(table())
+    if not PART.is_written(table()):
         for row in itertools.chain.from_iterable(map(rows, MODULES)):
             if row.unnoticed or row.verdict.startswith("not made"):
                 print(f"{row.module}.{row.name}", row.verdict, row.unnoticed)

@@ -28,8 +28,10 @@ def test_a_walk_notices_every_change_of_every_type_or_refuses_it(module: str) ->
 
 @pytest.mark.skipif(not _IS_TABLES, reason="another Python has other types")
 def test_the_table_in_the_docs_is_current() -> None:
-    page = types_of.PAGE.read_text()
-    assert types_of.written(page) == page, "python -m tests.walk.standard_types --write"
+    page = types_of.PART.text
+    assert types_of.PART.put_into(page, types_of.table()) == page, (
+        "python -m tests.walk.standard_types --write"
+    )
 
 
 def test_every_exception_is_of_a_change_that_is_tried() -> None:
