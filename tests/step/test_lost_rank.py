@@ -87,7 +87,7 @@ def test_a_rank_that_is_silent_is_told_from_one_that_is_lost() -> None:
         vote._await(Failing(late), "7")  # type: ignore[arg-type]
     lost = RuntimeError("Connection closed by peer [127.0.0.1]:41234")
     told = pytest.raises(LostRankError, match="Connection closed by peer")
-    with told as raised, vote._told_of_lost_ranks("7"):
+    with told as raised, vote._explaining_lost_ranks("7"):
         vote._await(Failing(lost), "7")  # type: ignore[arg-type]
     assert raised.value.__cause__ is lost
 
