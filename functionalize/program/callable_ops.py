@@ -36,6 +36,8 @@ _TEXT = (
     "reduce_op group_name tag activation algorithm UPLO padding_side assert_msg compute_mode p"
 )
 _OPTIONS = frozenset(_TEXT.split())
+# Torch 2.15 declares no type for these: it takes a name as before, or an object, which no file holds.
+_ANY_SINCE_2_15 = frozenset({"group_name", "reduce_op"})
 _TYPES = re.compile(
     r"(Optional|List|Union|Tuple|\[|\]|\(|\)|,|\s|\?|Tensor|SymInt|SymFloat|SymBool|int|float|bool|complex|number|"
     r"Scalar|ScalarType|Layout|MemoryFormat|Device|str|NoneType|Generator|Dimname|QScheme|t\d*)+"
@@ -135,8 +137,7 @@ def why_not(op: Any) -> str | None:
         kind = str(argument.type)
         if argument.name == "unsafe":
             return "may leave out checks"
-        # A name, or a group's object by newer releases.
-        if argument.name == "group_name" and kind == "Any":
+        if argument.name in _ANY_SINCE_2_15 and kind == "Any":
             continue
         if "str" in kind and argument.name not in _OPTIONS:
             return f"has the argument `{argument.name}`, text that may be a name"
