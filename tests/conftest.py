@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.testing._internal.common_utils  # loads a profile of hypothesis: before ours
 from hypothesis import HealthCheck, settings
 
+from tests.allowance import ample_allowance
 from tests.expect import OrphanCheck, Snapshots
 from tests.leftovers import leftovers, restore, settle_process
 from tests.ranks import close_pools
@@ -75,6 +76,13 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist; elsewhere `atexit` does it
         close_pools()
+
+
+@pytest.fixture(name="ample_allowance")
+def steps_may_cost_what_they_like() -> Iterator[None]:
+    """For tests of what is recorded, within a few calls, and not of how often: `tests/allowance.py`."""
+    with ample_allowance():
+        yield
 
 
 @pytest.fixture

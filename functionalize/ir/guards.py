@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,35 @@ from functionalize.ir.inputs import Call, InputSpec
 from functionalize.ir.ops import geometry_of
 from functionalize.ir.scalars import ScalarInput, evaluated, expression_text
 from functionalize.util.structure import holds_tensors
+from functionalize.util.text import without_numbers
+
+
+class Miss(str):
+    """Why a guard fails, as text. question: what it asks; answer: what that is now, which other calls may find, too.
+
+        miss = Miss("`n + 1` at train.py:9 is 4, was 3", "`n + 1` at train.py:9", "4")
+
+    asked: the question as other programs may ask it, see `answers_of`; None: only this one does.
+    """
+
+    __slots__ = ("answer", "asked", "question")
+
+    question: str
+    answer: str
+    asked: Hashable
+
+    def __new__(cls, text: str, question: str, answer: str, asked: Hashable = None) -> Miss:
+        made = super().__new__(cls, text)
+        made.question, made.answer, made.asked = question, answer, asked
+        return made
+
+    @staticmethod
+    def of(text: str) -> Miss:
+        """The miss of a guard that says `x is 3, was 2`, or something else."""
+        if isinstance(text, Miss):
+            return text
+        now, _, _ = text.partition(", was ")
+        return Miss(text, without_numbers(now.partition(" is ")[0]), now)
 
 
 class Guard(Protocol):
@@ -148,7 +177,34 @@ class ValueGuard:
         now = results[self.slot]
         if same_constant(now, self.value):
             return None
-        return f"{self.what} read {self.where} is {now!r}, was {self.value!r}"
+        asked = f"{self.what} read {self.where}"
+        return Miss(f"{asked} is {now!r}, was {self.value!r}", asked, repr(now))
+
+
+def first_failure(
+    guards: Sequence[ValueGuard], values: Sequence[Any]
+) -> tuple[ValueGuard, str] | None:
+    """The first of guards on numbers that one graph computes which fails, and why. values: of each."""
+    for at, (guard, value) in enumerate(zip(guards, values, strict=True)):
+        failure = guard.failure_of({guard.slot: value})
+        if failure is not None:
+            if isinstance(failure, Miss):
+                failure.asked, _ = answers_among(guards[: at + 1])[-1]
+            return guard, failure
+    return None
+
+
+def answers_among(guards: Sequence[ValueGuard]) -> list[tuple[Hashable, str]]:
+    """For guards on numbers that one graph computes: what each asks, and the recorded answer.
+
+    Code that has read its first numbers in the same lines as other code asks for the same number next.
+    """
+    found: list[tuple[Hashable, str]] = []
+    before = 0
+    for guard in guards:
+        before = hash((before, guard.where, guard.what))
+        found.append((before, repr(guard.value)))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,14 +242,24 @@ class NumberGuard:
     where: str
 
     def failure(self, call: Call) -> str | None:
+        try:
+            now = self.answer(call)
+        except (LookupError, ArithmeticError) as error:
+            return f"{self.question} cannot be computed: {error}"
+        if same_constant(now, self.value):
+            return None
+        text = f"{self.question} is {now!r}, was {self.value!r}"
+        return Miss(text, self.question, repr(now), self.question)
+
+    @property
+    def question(self) -> str:
+        """The expression, and the user's line that read it."""
+        return f"`{expression_text(self.expression)}` {self.where}"
+
+    def answer(self, call: Call) -> Any:
+        """The value of the expression in this call; raises `LookupError` or `ArithmeticError`."""
+
         def number(leaf: ScalarInput) -> Any:
             return leaf.source.resolve(call).item()
 
-        try:
-            now = evaluated(self.expression, number)
-        except (LookupError, ArithmeticError) as error:
-            return f"`{expression_text(self.expression)}` {self.where} cannot be computed: {error}"
-        if same_constant(now, self.value):
-            return None
-        text = expression_text(self.expression)
-        return f"`{text}` {self.where} is {now!r}, was {self.value!r}"
+        return evaluated(self.expression, number)

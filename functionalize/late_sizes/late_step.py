@@ -21,6 +21,7 @@ import torch
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize.audit.signature import Signature
 from functionalize.errors import GuardError, SaveError
+from functionalize.ir.guards import Miss
 from functionalize.ir.inputs import Call
 from functionalize.late_sizes.late_class import LateClass
 from functionalize.late_sizes.late_classes import LateClasses, Turn
@@ -28,7 +29,6 @@ from functionalize.late_sizes.late_guards import late_guards
 from functionalize.late_sizes.late_instances import LateInstance
 from functionalize.late_sizes.late_observer import LateObserver
 from functionalize.lengths.references import Reference
-from functionalize.program.executable import Vote
 from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
 from functionalize.step.cache import CachedProgram
@@ -38,7 +38,7 @@ from functionalize.step.outcome import Built
 from functionalize.step.predicted_step import REPLAYS_BEFORE_PASSES
 from functionalize.step.recording import StepRecording
 from functionalize.step.stages import Invocation
-from functionalize.step.vote import RARE, Level, RankVote
+from functionalize.step.vote import RARE, Level
 from functionalize.templates.call_keys import LATE, shapes_of, with_late_sizes
 from functionalize.templates.fitting import Sizes
 
@@ -47,27 +47,12 @@ _DUE = "calls whose sizes the step computes are recorded until they are one prog
 _EVERY = 32  # calls between recordings, at first: each compares other sizes
 
 
-class _AfterGraph:
-    """The vote of a replay after its graph, which says, too, whether all ranks record the call if it failed."""
-
-    def __init__(self, vote: RankVote, may_record: Callable[[], bool]) -> None:
-        self._vote, self._may_record = vote, may_record
-        self.worst = Level.KEPT
-
-    def any_failed(self, failed: bool) -> bool:
-        """See `RankVote`."""
-        mine = Level.NOT_YET if self._may_record() else Level.RARE
-        self.worst = self._vote.worst(mine if failed else Level.KEPT)
-        return self.worst is not Level.KEPT
-
-
 class LateStep(CapturedStep):
     """A captured step, with one program for all sizes that its ops give their results."""
 
     def __init__(self, train_step: Callable[..., Any], options: CaptureOptions) -> None:
         super().__init__(train_step, options)
         self._late = self._no_classes()
-        self._after: _AfterGraph | None = None
         self._turn: Turn | None = None  # of this call, if its kind has computed sizes
         self._records_missed = True  # whether a call whose replay fails is recorded
 
@@ -186,12 +171,11 @@ class LateStep(CapturedStep):
                 group.release()
 
     def _run_in_turn(self, args: Any, kwargs: Any) -> Any:
-        self._turn = None
+        self._turn, self._records_missed = None, True
         return super()._run_in_turn(args, kwargs)
 
     def _try_replay(self, call: Invocation) -> tuple[bool | None, Any]:
         self._begin_turn(call)
-        self._after = None
         if self._turn in (None, Turn.REPLAY):
             return super()._try_replay(call)
         is_rare, worst = self._turn is Turn.REST, Level.NOT_YET
@@ -203,11 +187,8 @@ class LateStep(CapturedStep):
         self.stats.rare += self._is_left_eager
         return False, RARE if self._is_left_eager else _DUE
 
-    def _vote_after_graph(self) -> Vote | None:
-        if self._vote is None:
-            return None
-        self._after = _AfterGraph(self._vote, lambda: self._records_missed)
-        return self._after
+    def _may_record(self, key: Hashable, miss: Miss | None = None) -> bool:
+        return self._records_missed and super()._may_record(key, miss)
 
     def _replay(self, cached: CachedProgram, call: Call) -> Any:
         program, kind = cached.program, self._late.of(self._cache.key_of(cached))
@@ -218,9 +199,7 @@ class LateStep(CapturedStep):
         except GuardError:
             if kind is not None and group is not None:
                 kind.replayed(group, fits=False)
-            if self._after is not None:
-                self._is_left_eager = self._after.worst is Level.RARE
-            else:
+            if self._after is None:
                 self._is_left_eager = not self._records_missed
             raise
         if kind is not None and group is not None:

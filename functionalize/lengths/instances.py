@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from functionalize.ir.generators import is_random
-from functionalize.ir.guards import Guard
+from functionalize.ir.guards import Guard, Miss
 from functionalize.ir.inputs import Call, InputSpec
 from functionalize.ir.outputs import OutputRole
 from functionalize.program.known_inputs import KnownInputs
@@ -74,21 +74,26 @@ class Instance(Program):
     def nodes(self) -> int:
         return self._count or super().nodes()
 
-    def resolve(self, leaves: Sequence[Any]) -> Call | str:
+    def known(self, leaves: Sequence[Any]) -> Call | Miss | None:
         """As for any program; what is known of the last call of another instance counts, too."""
         if self._shared is None:
-            return super().resolve(leaves)
+            return super().known(leaves)
         call = self._shared.call(self, leaves)
-        if call is None:
-            found = self.resolve_slowly(leaves)
-            if isinstance(found, Call):
-                self._shared.learn(self, found, self._own_guards)
-            return found
+        if not isinstance(call, Call):
+            return call
         for guard in self._own_guards:
             failure = guard.failure(call)
             if failure is not None:
-                return failure
+                return Miss.of(failure)
         return call
+
+    def resolve_anew(self, leaves: Sequence[Any]) -> Call | str:
+        if self._shared is None:
+            return super().resolve_anew(leaves)
+        call, failure = self.ask(leaves)
+        if isinstance(failure, Miss) or failure is None:
+            self._shared.learn(self, call, self._own_guards)
+        return call if failure is None else failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +115,11 @@ class SharedInputs:
     def __init__(self) -> None:
         self._known: list[tuple[Sequence[Guard], KnownInputs]] = []  # with the facts
 
-    def call(self, program: Program, leaves: Sequence[Any]) -> Call | None:
-        """The call with its inputs, if all guards hold but those with sizes that vary; None: it is not known."""
+    def call(self, program: Program, leaves: Sequence[Any]) -> Call | Miss | None:
+        """The call with its inputs, if all guards hold but those with sizes that vary; None: it is not known.
+
+        A miss: a number is another one.
+        """
         return self._of(program).call(leaves)
 
     def learn(self, program: Program, call: Call, own: Sequence[Guard]) -> None:

@@ -1,6 +1,7 @@
-"""Guards on numbers that Python computes from the arguments alone, checked before the graph runs.
+"""Guards on numbers that are known before the graph runs: Python computes them from arguments and small buffers alone.
 
     if mask.all(): ...          the mask is an argument    ->  EarlyGuard, a guard like all others
+    queue[int(ptr):] = ...      a number in a buffer       ->  the same
     loss = model(x)[mask]       its size is known before   ->  an EarlyGuard of its own, that on sizes
     if loss.item() > 9: ...     the loss is computed       ->  ValueGuard, checked when the graph has run
 
@@ -25,7 +26,7 @@ from torch import fx
 from functionalize._compat.autograd import below_autograd
 from functionalize._compat.graphs import pytree
 from functionalize.discharge.rules.mutations import is_mutating, written_arguments
-from functionalize.ir.guards import Guard, TensorGuard, ValueGuard
+from functionalize.ir.guards import Guard, TensorGuard, ValueGuard, first_failure
 from functionalize.ir.inputs import Call, InputSpec
 from functionalize.ir.ops import OpRecord, refs_in
 from functionalize.ir.scalars import LiveNumber, Read, ScalarInput, bottom_up
@@ -165,8 +166,9 @@ class EarlyGuard:
         results = self._results(call.leaves)
         if isinstance(results, str):
             return results
-        failures = (guard.failure_of(results) for guard in self.program.value_guards)
-        return next((f for f in failures if f is not None), None)
+        guards = self.program.value_guards
+        failed = first_failure(guards, [results[guard.slot] for guard in guards])
+        return failed[1] if failed is not None else None
 
     def _results(self, leaves: Sequence[Any]) -> Sequence[Any] | str:
         found = self.program.resolve(leaves)

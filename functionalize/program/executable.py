@@ -26,7 +26,7 @@ from functionalize.errors import GuardError
 from functionalize.ir.commit import Commit, commit
 from functionalize.ir.epilogue import Action, apply_epilogue
 from functionalize.ir.generators import generators_restored_on_error, is_random
-from functionalize.ir.guards import Guard, NanGuard, ValueGuard
+from functionalize.ir.guards import Guard, Miss, NanGuard, ValueGuard, first_failure
 from functionalize.ir.inputs import Call, InputSpec
 from functionalize.ir.outputs import OutputBuilder, OutputRole, SourceItself, viewed_by
 from functionalize.program.gloo_waits import added_waits
@@ -44,8 +44,8 @@ _ADVICE = ". Nothing was changed: trace again for arguments like these"
 class Vote(Protocol):
     """The agreement of ranks on whether to commit, see `step/vote.py`."""
 
-    def any_failed(self, failed: bool) -> bool:
-        """Whether any rank calls this with `failed` true. A collective: every rank calls it."""
+    def any_failed(self, failure: str | None) -> bool:
+        """Whether any rank calls this with a failure. A collective: every rank calls it."""
         ...
 
 
@@ -183,37 +183,55 @@ class Executable:
 
     def resolve(self, leaves: Sequence[Any]) -> Call | str:
         """The inputs of this call, or the message of the first guard that fails. Changes nothing."""
-        call = self._known.call(leaves)
-        if call is not None:
-            return call
-        found = self.resolve_slowly(leaves)
-        if isinstance(found, Call):
-            self._known.learn(self, found)
-        return found
+        known = self.known(leaves)
+        return known if known is not None else self.resolve_anew(leaves)
+
+    def known(self, leaves: Sequence[Any]) -> Call | Miss | None:
+        """The same in a fraction of the time, for what the last calls have shown; None: every guard must be asked."""
+        return self._known.call(leaves)
+
+    def resolve_anew(self, leaves: Sequence[Any]) -> Call | str:
+        """The same by asking every guard; what is found is known from then on."""
+        call, failure = self.ask(leaves)
+        if isinstance(failure, Miss) or failure is None:
+            self._known.learn(self, call)
+        return call if failure is None else failure
 
     def resolve_slowly(self, leaves: Sequence[Any]) -> Call | str:
         """The same by asking every guard and every source."""
-        call = Call(leaves, [])
+        call, failure = self.ask(leaves)
+        return call if failure is None else failure
+
+    def ask(self, leaves: Sequence[Any]) -> tuple[Call, str | None]:
+        """Ask every guard and every source: the call, and why it is not covered.
+
+        A miss is of a number: all guards that are not on numbers hold then, and the inputs are found.
+        """
+        call, missed = Call(leaves, []), None
         for fact in self.facts:
             try:
                 failure = fact.failure(call)
             except (LookupError, AttributeError) as error:
                 failure = f"something is not where it was: {error}"
-            if failure is not None:
-                return failure
+            if isinstance(failure, Miss):
+                missed = missed or failure
+            elif failure is not None:
+                return call, failure
         for spec in self.inputs:
             try:
                 call.inputs.append(spec.source.resolve(call))
             except (LookupError, AttributeError, RuntimeError) as error:
-                return f"`{spec.name}` is not where it was: {error}"
+                return call, f"`{spec.name}` is not where it was: {error}"
         for guard in self.guards:
             failure = guard.failure(call)
-            if failure is not None:
-                return failure
+            if isinstance(failure, Miss):
+                missed = missed or failure
+            elif failure is not None:
+                return call, failure
         for i, role in enumerate(self.outputs):
             if isinstance(role, SourceItself) and (failure := role.failure(call)) is not None:
-                return f"the tensor that is returned as output {i} {failure}"
-        return call
+                return call, f"the tensor that is returned as output {i} {failure}"
+        return call, missed
 
     def replay(self, call: Call, vote: Vote | None = None) -> Any:
         """Run the graph on resolved inputs, then the epilogue; raises `GuardError` before the latter.
@@ -277,13 +295,11 @@ class Executable:
 
     def _check(self, values: Sequence[Any], vote: Vote | None) -> None:
         """Raise `GuardError` unless every value guard holds, on every rank. values: one for each."""
-        failure = None
-        for guard, value in zip(self.value_guards, values, strict=True):
-            if (failure := guard.failure_of({guard.slot: value})) is not None:
-                if isinstance(guard, NanGuard):
-                    guard.report()
-                break
-        if vote is not None and vote.any_failed(failure is not None):
+        failed = first_failure(self.value_guards, values)
+        failure = failed[1] if failed is not None else None
+        if failed is not None and isinstance(failed[0], NanGuard):
+            failed[0].report()
+        if vote is not None and vote.any_failed(failure):
             failure = failure or "a number that Python reads differs on another rank"
         if failure is not None:
             raise GuardError(failure)

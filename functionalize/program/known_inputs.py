@@ -13,7 +13,8 @@ Then the inputs are those of the last call, or what the wrappers around them (DT
 devices and storages may have changed in place, so these are read at every call, by a few functions of C over all
 tensors.
 
-Invariant: if `call` returns a call, then `Executable.resolve` without it would return one with the same inputs.
+Invariant: if `call` returns a call, then `Executable.resolve` without it would return one with the same inputs; if it
+returns a miss, no call.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ import torch
 from torch import Tensor
 
 from functionalize._compat.fast_guards import tensor_match
-from functionalize.ir.guards import AliasGuard, Guard, TensorGuard
+from functionalize.ir.guards import AliasGuard, Guard, Miss, TensorGuard
 from functionalize.ir.inputs import Call, Owners, Source, watch
 from functionalize.ir.outputs import SourceItself
 from functionalize.util.unchanged import Read, Unchanged, reading, token
 
 log = logging.getLogger("functionalize")
+_MOST_FAILS = 16  # in a row, before what was learned is dropped
 _WORTH = 8  # uses of what was learned from one call that make up for learning it
 
 
@@ -48,17 +50,24 @@ class KnownInputs:
 
     def __init__(self) -> None:
         self._last: _LastCall | None = None
-        self._misses = self._uses = 0
+        self._misses = self._uses = self._fails = 0
 
-    def call(self, leaves: Sequence[Any]) -> Call | None:
-        """The next call with its inputs, if nothing has changed; None: the guards must be asked. Changes nothing."""
+    def call(self, leaves: Sequence[Any]) -> Call | Miss | None:
+        """The next call with its inputs, if nothing has changed; None: the guards must be asked. Changes nothing.
+
+        A miss: only a number is another one.
+        """
         if self._last is None:
             return None
         call = self._last.repeated(leaves)
+        if isinstance(call, Miss):
+            return call
         if call is None:
-            self._last = None  # it refers to objects that may have been replaced
+            self._fails += 1  # in a row: a program of another state may be the one that fits
+            if self._fails >= _MOST_FAILS:
+                self._last = None  # it refers to objects that may have been replaced
         else:
-            self._uses += 1
+            self._uses, self._fails = self._uses + 1, 0
             if self._uses >= _WORTH:
                 self._misses = 0
         return call
@@ -68,7 +77,7 @@ class KnownInputs:
         self._misses += 1
         if self._misses & (self._misses - 1):
             return
-        self._uses = 0
+        self._uses = self._fails = 0
         try:
             self._last = _LastCall.of(program, call)
         except Exception as error:  # an object of the user's that cannot be read twice
@@ -140,14 +149,15 @@ class _LastCall:
         tensors = _Windows(indices, dict(moving), call.inputs, aliases, bool(whole))
         return _LastCall(facts, call, moving, inner, before, after, tensors)
 
-    def repeated(self, leaves: Sequence[Any]) -> Call | None:
-        """The next call with its inputs; None: something may have changed."""
+    def repeated(self, leaves: Sequence[Any]) -> Call | Miss | None:
+        """The next call with its inputs; None: something may have changed; a miss: a number has."""
         if not self._facts.hold():
             return None
         call = Call(leaves, [], owners=self._owners)
         try:
-            if any(guard.failure(call) is not None for guard in self._before):
-                return None
+            for guard in self._before:
+                if (failure := guard.failure(call)) is not None:
+                    return failure if isinstance(failure, Miss) else None
             found = list(map(call_of, self._inputs))
             for read in self._inner:
                 found += read()
@@ -157,8 +167,9 @@ class _LastCall:
                 inputs[index] = source.resolve(call)
             if not self._windows.hold(inputs):
                 return None
-            if any(guard.failure(call) is not None for guard in self._after):
-                return None
+            for guard in self._after:
+                if (failure := guard.failure(call)) is not None:
+                    return failure if isinstance(failure, Miss) else None
         except (LookupError, AttributeError, RuntimeError, TypeError):
             return None
         return call

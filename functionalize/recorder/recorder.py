@@ -68,7 +68,8 @@ class Recorder(Watcher):
     records: the op stream. tape: the notes about autograd's nodes.
     scalars: the numbers that Python read, if numbers are not live; live ones are in `scalar_log`.
     started: whether it was ever entered. failed: the exception that an op raised, and the op's record.
-    arguments: numbers of the storages of tensor arguments, for `early_records`. calls: see `CallLog`.
+    early_storages: numbers of the storages whose contents are known before a call, for `early_records`.
+    calls: see `CallLog`.
     python_effects: what the step did to Python objects and a replay repeats, in order: pairs of an effect and its value
     (see state/python_effects.py), which may hold tensors and live numbers.
     """
@@ -87,7 +88,7 @@ class Recorder(Watcher):
         self.tape: TapeNotes = TapeNotes(self.records)
         self.scalars: list[FrozenScalar] = []
         self.failed: tuple[BaseException, OpRecord] | None = None
-        self.arguments: set[int] = set()
+        self.early_storages: set[int] = set()
         self.python_effects: list[tuple[Any, Any]] = []
         self.storages = StorageTable(observer)
         self.storages.holds_externals = observer is None
@@ -131,11 +132,11 @@ class Recorder(Watcher):
             self.scalar_log.active = True
 
     def early_records(self) -> frozenset[int]:
-        """Ids of the records that are computed from arguments and constants alone."""
+        """Ids of the records that are computed from arguments, constants and numbers in buffers alone."""
         learned = self.scalars or (self.scalar_log is not None and self.scalar_log.facts)
         known = {e.ref.storage for e in self.storages.externals if e.literal or e.is_index}
         # Without a number that Python has learned, no guard needs them.
-        return early_records(self.records, known | self.arguments) if learned else frozenset()
+        return early_records(self.records, known | self.early_storages) if learned else frozenset()
 
     # -- ops -----------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from functionalize.state.alias_guard import AliasPlace
 from functionalize.state.sources import (
     Gradient,
     Inner,
+    ModuleTensor,
     Slot,
     candidates,
     module_tensors,
@@ -97,6 +98,9 @@ def fixed_tensors(roots: Roots, swapped: Container[Any], live: LivePlaces) -> It
             yield FixedTensor.of(name, variable, value)
 
 
+_FEW_BYTES = 64
+
+
 @dataclass(slots=True)
 class Places:
     """The objects that a step can reach, and the places of tensors.
@@ -136,6 +140,15 @@ class Places:
                 widest[serial] = (name, source, ref)
         return Places(roots, leaves, held, widest, shared)
 
-    def arguments(self) -> set[int]:
-        """The storages of tensor arguments."""
-        return {s for s, (_, source, _) in self.widest.items() if isinstance(source, Argument)}
+    def early(self) -> set[int]:
+        """The storages of tensor arguments, and of buffers that hold a few numbers: pointers, counters, flags."""
+        return {
+            storage
+            for storage, (_, source, ref) in self.widest.items()
+            if isinstance(source, Argument) or _is_number_in_buffer(source, ref)
+        }
+
+
+def _is_number_in_buffer(source: Source, ref: TensorRef) -> bool:
+    is_buffer = isinstance(source, ModuleTensor) and source.table == "_buffers"
+    return is_buffer and ref.geometry.end <= _FEW_BYTES

@@ -2,12 +2,11 @@
 
     cache.matching(key, leaves, spec)    the programs whose guards all hold, with their inputs
     cache.add(key, cached)               adds a program; at the limit the least recently used one is dropped
-    kinds.is_rare(key)                   whether calls with this key came too seldom to be recorded
 
 The key of a call is made of properties of its arguments (shapes, dtypes, numbers). The programs with that key are tried
 in order, the last used first; a program's first failing guard ends its trial.
 Invariant: at most `limit` programs. After `limit` programs in a row were dropped without a replay, recording stops:
-some fact differs at every call, and the warning names it. Then the step rests, see `rest.py`.
+some fact differs at every call, and the warning names it. Then the step rests, see `policy.py`.
 """
 
 from __future__ import annotations
@@ -22,13 +21,14 @@ from torch import Tensor
 
 from functionalize.audit.signature import Signature
 from functionalize.fsdp.python_state import FSDPEffects
+from functionalize.ir.guards import Miss, NumberGuard, answers_among
 from functionalize.ir.inputs import Call
 from functionalize.lengths.length_class import LengthClass, Prediction
 from functionalize.lifetimes.step_memory import StepMemory
+from functionalize.program.early_guard import EarlyGuard
 from functionalize.program.program import Program
 from functionalize.state.python_effects import PythonEffect
 from functionalize.state.sources import Gradient, Slot
-from functionalize.step.rest import FIRST_REST
 from functionalize.step.vote import Fingerprints
 from functionalize.util.structure import odd_keys
 from functionalize.util.text import without_numbers
@@ -43,9 +43,6 @@ CALLS_BEFORE_FIRST_PASSES, LARGE = 48, 1000  # LARGE: nodes; passes take a quart
 # Of most steps the first recording is not kept. So with passes the second one can wait as well: a recording takes as
 # long as some 5 eager steps, and 60 calls later both, and the passes, take less than half of the time of the run.
 CALLS_BEFORE_SECOND_RECORDING, MANY = 60, 500  # MANY: recorded ops
-_FEW_KINDS = 2  # recorded kinds without a replay, before further ones must come twice as often
-_KINDS_REMEMBERED = 4096
-_MOST_DOUBLINGS = 10
 STRUCTURE = "the structure of the arguments changed"
 
 
@@ -91,6 +88,7 @@ class CachedProgram:
     is_bare: bool = False
     group: LengthClass | None = None
     _sized: tuple[Program, int] | None = None
+    _answers: dict[Hashable, str] | None = None
 
     @property
     def signature(self) -> Signature | None:
@@ -98,6 +96,19 @@ class CachedProgram:
         if callable(self.op_stream):
             self.op_stream = self.op_stream()
         return self.op_stream
+
+    @property
+    def answers(self) -> dict[Hashable, str]:
+        """The recorded answer to each question of its guards on numbers."""
+        if self._answers is None:
+            program = self.program
+            numbers = [g for g in program.facts if isinstance(g, NumberGuard)]
+            found: dict[Hashable, str] = {g.question: repr(g.value) for g in numbers}
+            early = [g.program.value_guards for g in program.guards if isinstance(g, EarlyGuard)]
+            for guards in (*early, program.value_guards):
+                found.update(answers_among(guards))
+            self._answers = found
+        return self._answers
 
     @property
     def replayed_alike(self) -> tuple[Any, ...]:
@@ -170,7 +181,7 @@ class ProgramCache:
         limit: int,
         most_bytes: float = float("inf"),
         evicted: Callable[[Hashable], bool] = lambda key: True,
-        rest_length: Callable[[], int] = lambda: FIRST_REST,
+        rest_length: Callable[[], int] = lambda: 0,
     ) -> None:
         self._name, self._limit, self._most_bytes = name, limit, most_bytes
         self._evicted, self._rest_length = evicted, rest_length
@@ -182,6 +193,10 @@ class ProgramCache:
         self._other_state: set[CachedProgram] = set()  # programs whose guards failed at this call
         self._held: set[CachedProgram] = set()  # those whose guards held
         self.reason = ""
+        self.miss: Miss | None = None
+        self._left: list[CachedProgram] = []  # to be tried
+        self._unknown: list[CachedProgram] = []  # of those tried, whose guards must be asked
+        self.looked_slowly = False
 
     def __len__(self) -> int:
         return len(self._used)
@@ -234,20 +249,62 @@ class ProgramCache:
     def matching(
         self, key: Hashable, leaves: Sequence[Any], spec: Any
     ) -> Iterator[tuple[CachedProgram, Call]]:
-        """The programs whose guards hold, with their inputs, last used first; `reason`: the first failed guard."""
-        self.reason = ""
+        """The programs whose guards hold, with their inputs, last used first.
+
+        `reason`: why there is none, the first failed guard; `miss`: that guard, if a program has failed.
+        `looked_slowly`: whether all guards of one were asked, which takes as long as a small step.
+        """
+        self.begin_call()
         self._other_state.clear()
         self._held.clear()
-        for cached in list(self._by_key.get(key, ())):
-            call = cached.program.resolve(leaves)
+        self._left = list(self._by_key.get(key, ()))
+        self._unknown = unknown = []
+        # First those of which the last calls have shown what to look at: another program's full check takes longer.
+        while self._left:
+            cached = self._left.pop(0)
+            call = cached.program.known(leaves)
             if isinstance(call, Call):
                 self._held.add(cached)
                 yield cached, call
+            elif call is None:
+                unknown.append(cached)
             else:
-                self.missed(call)
-                self._other_state.add(cached)
+                self._fails(cached, call)
+        self._left, self._unknown = [c for c in unknown if c not in self._other_state], []
+        while self._left:
+            cached, self.looked_slowly = self._left.pop(0), True
+            found = cached.program.resolve_anew(leaves)
+            if isinstance(found, Call):
+                self._held.add(cached)
+                yield cached, found
+            else:
+                self._fails(cached, found)
         if not self.reason:
             self.missed(self._why_none(leaves, spec))
+
+    def _fails(self, cached: CachedProgram, failure: str) -> None:
+        self.missed(failure)
+        self._other_state.add(cached)
+        self._other_state.update(self.rule_out(Miss.of(failure)))
+
+    def rule_out(self, miss: Miss) -> list[CachedProgram]:
+        """A program has missed: the others that give another answer to the same question are not tried."""
+        self.miss = self.miss or miss
+        if miss.asked is None:
+            return []
+        others = [*self._left, *self._unknown]
+        out = [c for c in others if c.answers.get(miss.asked, miss.answer) != miss.answer]
+        self._left = [cached for cached in self._left if cached not in out]
+        return out
+
+    def has_other(self, miss: Miss) -> bool:
+        """Whether a program that was not tried yet gives the answer that a call has missed another one by."""
+        others = [c for c in (*self._left, *self._unknown) if c not in self._other_state]
+        return any(c.answers.get(miss.asked) == miss.answer for c in others)
+
+    def begin_call(self) -> None:
+        """No guard has failed yet."""
+        self.reason, self.miss, self.looked_slowly = "", None, False
 
     def _why_none(self, leaves: Sequence[Any], spec: Any) -> str:
         if self.latest is None:
@@ -320,92 +377,3 @@ class ProgramCache:
             times,
             self._example[kind],
         )
-
-
-@dataclass(slots=True)
-class KindOfCall:
-    """Calls with one key and without a program. unreplayed: whether one was recorded, and none was replayed since.
-
-    evictions: how often other programs needed the place of its program. calls: since the last eviction.
-    """
-
-    calls: int = 0
-    unreplayed: bool = False
-    evictions: int = 0
-
-
-class Kinds:
-    """How often each kind of call came, its kind being its key in the cache; which kinds are recorded.
-
-    A recording costs several eager steps, and only replays return that. So a new kind is recorded at once only while
-    no recorded kind waits for its first replay. Else it is recorded when it has come `record_after` times, and twice as
-    often for each kind that waits beyond two. So of lengths that never return one is recorded, and few of lengths that
-    return seldom. A kind whose program was evicted must come twice as often each time, so that more kinds than there
-    are places for are not recorded in turn. With `record_after=1` every kind is recorded at once.
-    Invariant: memory is bounded; a kind that was not seen for `_KINDS_REMEMBERED` others counts from zero again.
-    """
-
-    def __init__(self, record_after: int) -> None:
-        self._after = record_after
-        self._kinds: OrderedDict[int, KindOfCall] = OrderedDict()  # by hash: holds no argument
-        self._unreplayed = 0
-        self._records_next = False
-
-    @property
-    def defers(self) -> bool:
-        """Whether any kind may be rare."""
-        return self._after > 1
-
-    def is_rare(self, key: Hashable) -> bool:
-        """Count a call without a program; whether its kind came too seldom to be recorded."""
-        if not self.defers or self._records_next:
-            return False
-        kind = self._of(key)
-        kind.calls += 1
-        if not (self._unreplayed or kind.evictions):
-            return False
-        doublings = max(self._unreplayed - _FEW_KINDS, 0) + kind.evictions
-        return kind.calls < self._after << min(doublings, _MOST_DOUBLINGS)
-
-    def returns(self, key: Hashable, times: int) -> bool:
-        """Count a call without a program; whether its kind has come as many times."""
-        kind = self._of(key)
-        kind.calls += 1
-        return kind.calls >= times
-
-    def record_next(self) -> None:
-        """Record the next call, of any kind."""
-        self._records_next = True
-
-    def recorded(self, key: Hashable, is_compared: bool = False) -> None:
-        """A call of this kind is recorded. is_compared: for programs of other sizes, so it need not return."""
-        self._records_next = False
-        kind = self._of(key)
-        self._unreplayed += not (kind.unreplayed or is_compared)
-        kind.unreplayed |= not is_compared
-
-    def renamed(self, key: Hashable, other: Hashable) -> None:
-        """A recorded call is of another kind than it seemed to be."""
-        if self._of(key).unreplayed:
-            self.replayed(key)
-            self.recorded(other)
-
-    def replayed(self, key: Hashable) -> None:
-        """A program of this kind was replayed or audited."""
-        kind = self._kinds.get(hash(key))
-        if kind is not None and kind.unreplayed:
-            kind.unreplayed = False
-            self._unreplayed -= 1
-
-    def evicted(self, key: Hashable) -> bool:
-        """The program of this kind was dropped because another one needs its place; whether it waits for a replay."""
-        kind = self._of(key)
-        kind.calls, kind.evictions = 0, kind.evictions + 1
-        return kind.unreplayed
-
-    def _of(self, key: Hashable) -> KindOfCall:
-        kind = self._kinds.setdefault(hash(key), KindOfCall())
-        self._kinds.move_to_end(hash(key))
-        if len(self._kinds) > _KINDS_REMEMBERED:
-            self._unreplayed -= self._kinds.popitem(last=False)[1].unreplayed
-        return kind

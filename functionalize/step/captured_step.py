@@ -50,14 +50,14 @@ from functionalize.scalars.escaped_numbers import replace_escaped
 from functionalize.scalars.live_scalars import plain_tree, was_refused
 from functionalize.state import arguments
 from functionalize.state.python_state import VaryingNumbers
-from functionalize.step.cache import CachedProgram, Kinds
+from functionalize.step.cache import CachedProgram
 from functionalize.step.copies import CopiedStep
 from functionalize.step.explain import explanation
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Built, NotYet, Outcome, Refused, Unkept, WarmUp
+from functionalize.step.policy import BUILDING, Policy
 from functionalize.step.recording import StepRecording
 from functionalize.step.replayed_step import EVERY_CALL, WAITS
-from functionalize.step.rest import Rest
 from functionalize.step.stages import (
     MAX_WARMUPS,
     MOST_WARMUPS,
@@ -128,8 +128,8 @@ class CapturedStep(CopiedStep):
 
     def forget(self) -> None:
         """Drop every program; the next call is recorded, and kept at once if the step was captured before."""
-        self._cache, self._kinds = self._empty_cache(), Kinds(self._options.record_after)
-        self._lengths, self._rest = self._options.lengths(), Rest()
+        self._policy = Policy(self._options.record_after)
+        self._cache, self._lengths = self._empty_cache(), self._options.lengths()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the programs to a file (one per rank: `step.rank0.fzp`), for `load` in another process.
@@ -206,6 +206,7 @@ class CapturedStep(CopiedStep):
         """
         grad_mode = torch.is_grad_enabled()
         try:
+            self._policy.ledger.call()
             if self.is_busy or self._rests():
                 return self._run_eagerly(args, kwargs)
             if EVERY_CALL in self._refused and not self._options.raises:
@@ -243,6 +244,7 @@ class CapturedStep(CopiedStep):
         flat, spec = arguments.flatten(*self._arguments.of(args, kwargs))
         leaves = self._leaves(flat)
         key = self._key(leaves, spec)
+        self._cache.begin_call()
         refused = self._refused.get(key) or self._refused.get(EVERY_CALL)
         if refused is not None:
             return self._run_refused(refused, args, kwargs)
@@ -275,18 +277,24 @@ class CapturedStep(CopiedStep):
         """Whether to run this call eagerly, unrecorded; if ranks vote, all ranks decide alike."""
         if self._is_left_eager or self._vote is not None:
             return self._is_left_eager
-        if self._rest.takes_call():
+        rest = self._policy.rest
+        if rest.takes_call():
             return True
-        if self._cache.thrashing or self._rest.is_vain(self.stats.replays + self.stats.audits):
+        if self._cache.thrashing or rest.is_vain(self.stats.replays + self.stats.audits):
             self._cache.give_up()
-            self._rest.begin(self.stats.replays + self.stats.audits)
-            return self._rest.takes_call()
+            rest.begin(self.stats.replays + self.stats.audits)
+            return rest.takes_call()
+        if not self._may_record(call.key):
+            if self._cache.miss is not None:
+                rest.is_in_vain(self._cache.looked_slowly)
+            return True
         most = MAX_WARMUPS if self._has_settled else MOST_WARMUPS
         return self._unsettled.skips(call.reason, most)
 
     def _rests(self) -> bool:
-        """Whether the step was given up and keeps no program: then a call costs nothing beyond eager."""
-        return not len(self._cache) and self._vote is None and self._rest.takes_call()
+        """Whether the step rests as a whole: then a call costs nothing beyond eager."""
+        rest = self._policy.rest
+        return rest.is_whole_or(not len(self._cache) and self._vote is None) and rest.takes_call()
 
     # -- record, judge, build, agree, keep -----------------------------------------------------
 
@@ -373,6 +381,8 @@ class CapturedStep(CopiedStep):
         outcome = build(verdict, lambda recording: self._build(recording, call))
         compares, together = self._options.compares, run.rendezvous
         agreed = agree(outcome, run.recorder, self._vote, compares, rerun, together)
+        if agreed.vote is not None and self._vote is None:
+            self._policy.rest.is_of_use()  # from now on ranks rest together
         self._vote = agreed.vote
         self._keep(agreed.outcome, call)
         if isinstance(agreed.outcome, Built):
@@ -381,10 +391,10 @@ class CapturedStep(CopiedStep):
             votes = RankVote.of(run.recorder, compares) if together is None else None
             if votes is None:  # else all ranks must record alike
                 self._unsettled.add(call.reason, agreed.outcome.reason)
-            elif self._kinds.defers:  # all ranks decide together which calls they record
+            elif self._policy.kinds.defers:  # all ranks decide together which calls they record
                 self._vote = votes | self._vote
             if run.recorder.scalars and not run.recorder.live:
-                self._kinds.record_next()  # ranks find out together whether they must vote
+                self._policy.kinds.record_next()  # ranks find out together whether they must vote
             self._let_wait(call, run.recorder)
 
     def _build(self, recording: StepRecording, call: Invocation) -> Built:
@@ -443,6 +453,7 @@ class CapturedStep(CopiedStep):
     def _keep_program(self, built: Built, call: Invocation) -> None:
         key = self._key_with_sizes(call.key, built.cached.program)
         self._add(key, built.cached)
+        self._policy.ledger.pay(BUILDING)
         if self._lengths is not None:
             self._lengths.recorded.note(key)
             if built.reference is not None:

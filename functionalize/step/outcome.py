@@ -96,6 +96,7 @@ class UnsettledMisses:
     def __init__(self, name: str) -> None:
         self._name = name
         self._kinds: dict[str, tuple[int, str]] = {}  # -> how many calls, why the last was not kept
+        self._told: set[str] = set()
 
     def add(self, missed: str, why: str) -> None:
         """A call that was recorded because of `missed` was not kept, since the step `why`."""
@@ -105,6 +106,7 @@ class UnsettledMisses:
     def clear(self) -> None:
         """A recording was kept."""
         self._kinds.clear()
+        self._told.clear()
 
     def skips(self, missed: str, most: int) -> bool:
         """Whether to run a call eagerly: `most` calls like it were not kept. It is tried again at powers of two."""
@@ -113,6 +115,16 @@ class UnsettledMisses:
         if count < most or not count & (count - 1):
             return False
         if count == most:
+            self.tell(missed)
+        self._kinds[kind] = count + 1, why
+        return True
+
+    def tell(self, missed: str) -> bool:
+        """Warn, once, that calls like this one run eagerly; false: recordings of them were kept, or there were none."""
+        kind = without_numbers(missed)
+        count, why = self._kinds.get(kind, (0, ""))
+        if count and kind not in self._told:
+            self._told.add(kind)
             log.warning(
                 "%s runs eagerly where %s: %d recordings of such calls were not kept, since the step %s",
                 self._name,
@@ -120,8 +132,7 @@ class UnsettledMisses:
                 count,
                 why,
             )
-        self._kinds[kind] = count + 1, why
-        return True
+        return count > 0
 
 
 @dataclass(frozen=True, slots=True)

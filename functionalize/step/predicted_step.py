@@ -36,6 +36,7 @@ from functionalize.step.cache import (
     LARGE,
     CachedProgram,
 )
+from functionalize.step.policy import COMPARISON, RECORDING
 from functionalize.step.recording import RecordingSummary
 from functionalize.step.replayed_step import ReplayedStep
 from functionalize.step.stages import Invocation
@@ -68,7 +69,7 @@ class PredictedStep(ReplayedStep):
             return True
         is_rare = self._is_unpredicted(call)
         self.stats.rare += is_rare
-        return is_rare
+        return is_rare or (not self._cache.has(call.key) and not self._may_record(call.key))
 
     def _is_unpredicted(self, call: Invocation) -> bool:
         """Whether the kind of a call without a program is rare; else its program may be predicted."""
@@ -97,20 +98,22 @@ class PredictedStep(ReplayedStep):
             else:
                 seldom = _EQUAL_CALLS if why == EQUAL else 1
                 enough = seldom if self._may_compare() else _REPLAYS
-                is_rare = not self._kinds.returns(call.key, enough)
+                is_rare = not self._policy.kinds.returns(call.key, enough)
             if is_rare:
                 return True
+        if why is not None and not self._policy.ledger.can_pay(COMPARISON):
+            return True
         proven = classes[:1] if why is None else classes
         if self._must_issue_alike:
             proven = [each for each in proven if self._issued(each, shapes) is not None]
             if not proven:
-                return not self._kinds.returns(call.key, _REPLAYS)
+                return not self._policy.kinds.returns(call.key, _REPLAYS)
         expected = (each.predicted(shapes, is_passed=why is None) for each in proven)
         found = next((each for each in expected if each is not None), None)
         if found is None:
             return self._is_rare(call)
         if not may_be_known:
-            self._kinds.recorded(call.key)
+            self._policy.kinds.recorded(call.key)
         self._take(replace(found, why=why), call)
         return False
 
@@ -163,7 +166,8 @@ class PredictedStep(ReplayedStep):
     # -- recordings ----------------------------------------------------------------------------
 
     def _begin_recording(self, call: Invocation) -> None:
-        self._kinds.recorded(call.key, self._wants_sizes(call))
+        self._policy.ledger.pay(RECORDING)
+        self._policy.kinds.recorded(call.key, self._wants_sizes(call))
         if self._lengths is not None:
             self._lengths.recorded.note(call.key)
 
@@ -233,7 +237,7 @@ class PredictedStep(ReplayedStep):
     @property
     def _passes_may_follow(self) -> bool:
         """Whether a program may be replayed before its passes run."""
-        return self._kinds.defers
+        return self._policy.kinds.defers
 
     def _replay(self, cached: CachedProgram, call: Call) -> Any:
         result = super()._replay(cached, call)
@@ -332,6 +336,7 @@ class PredictedStep(ReplayedStep):
         is_known = proof is not None and proof.knows_python(sizes, prediction.why)
         self._cache.drop(cached)
         self.stats.audits += 1
+        self._policy.ledger.pay(COMPARISON)
         try:
             before = None if is_known else self._state_before(call, signature)
         except Exception as error:  # recordings refuse such objects by name

@@ -23,6 +23,7 @@ from functionalize.audit.signature import Signature
 from functionalize.audit.verdict import AuditVerdict
 from functionalize.calls.late_numbers import filled, reads_late
 from functionalize.errors import AuditError, FunctionalizeError, GuardError, UncapturableError
+from functionalize.ir.guards import Miss
 from functionalize.ir.inputs import Call
 from functionalize.lengths.data_sizes import DataSizes
 from functionalize.program.executable import Vote
@@ -38,19 +39,26 @@ from functionalize.step.cache import (
     CALLS_BEFORE_SECOND_RECORDING,
     MANY,
     CachedProgram,
-    Kinds,
     ProgramCache,
     key_of,
 )
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Refused, Unkept, UnsettledMisses
+from functionalize.step.policy import AUDIT, LOST_GRAPH, Policy
 from functionalize.step.recording import RecordingSummary
-from functionalize.step.rest import Rest
 from functionalize.step.stages import MAX_WARMUPS, Invocation
 from functionalize.step.stats import Stats
 from functionalize.step.step_state import EntryState
 from functionalize.step.turns import TURNS
-from functionalize.step.vote import CHOSE, DIFFER, RARE, Level, RankVote, must_vote
+from functionalize.step.vote import (
+    CHOSE,
+    DIFFER,
+    RARE,
+    Level,
+    RankVote,
+    VoteAfterGraph,
+    must_vote,
+)
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.other_threads import reading_thread
 from functionalize.util.process_groups import has_ranks
@@ -61,6 +69,11 @@ log = logging.getLogger("functionalize")
 Found = tuple[CachedProgram, Call]
 EVERY_CALL = object()  # the key of a refusal that holds for calls of every kind
 _MOST_FAILURES = 3  # of audits, before the step is refused
+_DIFFERS = (
+    "{} runs eagerly where {}: recordings of calls that differ there were of no use. A call is recorded again if it "
+    "has come before. If this differs at every call, let ops compute with it instead: leave out `float()`, `int()`, "
+    "`.item()`, or a key or an index that is made of it"
+)
 WAITS = "the program of this kind of call waits for its passes"
 
 
@@ -75,9 +88,8 @@ class ReplayedStep:
         self.stats = Stats()
         self._fn, self._options = train_step, options
         self._name = getattr(train_step, "__name__", type(train_step).__name__)
-        self._rest = Rest()
+        self._policy = Policy(options.record_after)
         self._cache, self._sizes = self._empty_cache(), DataSizes()
-        self._kinds = Kinds(options.record_after)
         self._lengths = options.lengths()
         self._warmups: dict[Hashable, Unkept] = {}  # by the key of a call
         self._unsettled = UnsettledMisses(self._name)
@@ -88,6 +100,8 @@ class ReplayedStep:
         self._unpredicted: set[Hashable] = set()  # keys of calls that were not as predicted
         # Whether this call is not recorded either; whether the ranks also vote after the graph.
         self._is_left_eager = self._votes_again = False
+        self._after: VoteAfterGraph | None = None  # the vote of this call's replay
+        self._tries_once = False  # whether this call replays a second program, and no third one
         self._has_warned_of_thread = False
 
     def __repr__(self) -> str:
@@ -101,7 +115,8 @@ class ReplayedStep:
 
     def _empty_cache(self) -> ProgramCache:
         most, nbytes = self._options.max_programs, self._options.max_program_bytes
-        evicted, rest_length = lambda key: self._kinds.evicted(key), lambda: self._rest.length
+        policy = self._policy
+        evicted, rest_length = policy.kinds.evicted, lambda: policy.rest.length
         return ProgramCache(self._name, most, nbytes, evicted, rest_length)
 
     def _key(self, leaves: Sequence[Any], spec: Any) -> Hashable:
@@ -112,7 +127,7 @@ class ReplayedStep:
         """The key of a program that is kept, with the sizes that its ops make of arguments. key: of its call."""
         found = self._sizes.learned(key, program.guards)
         if found != key:
-            self._kinds.renamed(key, found)
+            self._policy.kinds.renamed(key, found)
         return found
 
     def _note_miss(self, reason: str) -> None:
@@ -134,10 +149,12 @@ class ReplayedStep:
         matching = self._cache.matching(call.key, call.leaves, call.spec)
         found = next(matching, None)
         self._is_left_eager = waits = is_rare = found is not None and self._waits(found[0])
+        is_vain = False
         if found is None and self._vote is not None:
             is_rare = self._is_unpredicted(call)
             matching = self._cache.matching(call.key, call.leaves, call.spec)
             found = None if is_rare else next(matching, None)
+            is_vain = found is None and not is_rare and not self._may_record(call.key)
         is_due = found is not None and self._is_due(found[0])
         if found is not None and is_due and not waits and self._is_read_elsewhere():
             if found[0].prediction is not None:  # it is compared before it is replayed
@@ -148,12 +165,15 @@ class ReplayedStep:
             )
         if self._vote is not None:
             mine = found[0] if found is not None and not waits else None
-            worst = self._vote.before_replay(mine, is_due, is_rare)
-            self._votes_again = worst is Level.READS
-            self._is_left_eager = worst in (Level.DIFFERENT, Level.RARE)
+            worst = self._vote.before_replay(mine, is_due, is_rare, is_vain)
+            self._votes_again, self._tries_once, self._after = worst is Level.READS, False, None
+            is_eager = worst in (Level.RARE, Level.VAIN)
+            self._is_left_eager = is_eager or worst is Level.DIFFERENT
             is_first = found is not None and found[0].prediction is not None
-            is_due = worst is Level.AUDITED or (worst is Level.RARE and is_first)
-            if worst is Level.RARE and not is_first:
+            is_due = worst is Level.AUDITED or (is_eager and is_first)
+            if worst is Level.VAIN:
+                self._policy.rest.is_in_vain()
+            if is_eager and not is_first:
                 self.stats.rare += 1
                 return False, RARE
             if worst is Level.DIFFERENT:
@@ -184,6 +204,9 @@ class ReplayedStep:
                     raise
                 put_back(found[1], found[0].dropped)
                 self._cache.missed(str(error))
+                self._cache.rule_out(Miss.of(error.args[0]))
+                self._policy.ledger.pay(LOST_GRAPH)
+                after = self._after
             except Exception as error:
                 is_ours = isinstance(error, FunctionalizeError) and not found[0].is_unseen
                 may_run = self._vote is None and found[0].program.may_run_again(found[1])
@@ -196,9 +219,42 @@ class ReplayedStep:
             else:
                 run = self._audit if found[0].prediction is None else self._run_first
                 return True, run(audited, found[0], call)
-            # With a vote, the graph has issued its collectives: no other program is tried, all ranks run eagerly.
-            found = None if self._vote is not None else next(matching, None)
+            # With a vote, the graph has issued its collectives: all ranks try another program, or none does.
+            if self._vote is None:
+                found = next(matching, None)
+            else:
+                found = self._other_on_all_ranks(after, found, matching, call)
         return False, self._cache.reason
+
+    def _other_on_all_ranks(
+        self, after: VoteAfterGraph | None, last: Found, matching: Iterator[Found], call: Invocation
+    ) -> Found | None:
+        """The next program of this rank, if all ranks have one; None: all record the call, or run it eagerly.
+
+        after: the vote that has ended the replay of the last one; None: of a second one, or it was no vote.
+        """
+        self._after = None
+        if after is None or not after.tries_others:
+            self._leave_eager(after is not None and not after.records)
+            return None
+        assert self._vote is not None
+        if after.failure is None:  # on another rank: the same one, again
+            resolved = last[0].program.resolve(call.leaves)
+            found = (last[0], resolved) if isinstance(resolved, Call) else None
+        else:
+            found = next(matching, None)
+        worst = self._vote.before_replay(found[0] if found is not None else None)
+        self._votes_again, self._tries_once = worst is Level.READS, True
+        if worst in (Level.KEPT, Level.READS):
+            return found
+        self._is_left_eager = worst is Level.DIFFERENT
+        return None
+
+    def _leave_eager(self, is_left: bool) -> None:
+        """Whether this call is not recorded, as all ranks have agreed."""
+        self._is_left_eager = is_left
+        if is_left:
+            self._policy.rest.is_in_vain()
 
     def _is_read_elsewhere(self) -> bool:
         """Whether another thread may read the live numbers of a recording or an audit, so that there is none.
@@ -230,7 +286,7 @@ class ReplayedStep:
         return DIFFER
 
     def _replay(self, cached: CachedProgram, call: Call) -> Any:
-        vote = self._vote_after_graph() if self._votes_again else None
+        vote = self._vote_after_graph(cached) if self._votes_again else None
         drop(call, cached.dropped)
         result, left = cached.program.replay(call, vote)
         count = len(cached.slots)
@@ -241,15 +297,37 @@ class ReplayedStep:
             result = filled(result, call)
         return refuse_backward(result, cached.has_grad_fn)
 
-    def _vote_after_graph(self) -> Vote | None:
+    def _vote_after_graph(self, cached: CachedProgram) -> Vote | None:
         """The vote on whether all guards on numbers hold, where ranks vote again when the graph has run."""
-        return self._vote
+        if self._vote is None:
+            return None
+        key, is_second = self._cache.key_of(cached), self._tries_once
+
+        def has_other(failure: str | None) -> bool:
+            return not is_second and (failure is None or self._cache.has_other(Miss.of(failure)))
+
+        def may_record(failure: str | None) -> bool:
+            return self._may_record(key, None if failure is None else Miss.of(failure))
+
+        self._after = VoteAfterGraph(self._vote, has_other, may_record)
+        return self._after
+
+    def _may_record(self, key: Hashable, miss: Miss | None = None) -> bool:
+        """Whether to record a call that has no program; counts it. miss: if the last replay is what has failed."""
+        policy, cache = self._policy, self._cache
+        may_record = policy.may_record(key, miss or cache.miss, cache.looked_slowly)
+        if not may_record and policy.news is not None:
+            if not self._unsettled.tell(policy.news):
+                log.warning("%s", _DIFFERS.format(self._name, policy.news))
+            policy.news = None
+        return may_record
 
     def _note_replay(self, cached: CachedProgram) -> None:
         cached.replays += 1
         self.stats.replays += 1
         self._cache.used(cached)
-        self._kinds.replayed(self._cache.key_of(cached))
+        self._policy.ledger.replayed()
+        self._policy.replayed(self._cache.key_of(cached))
 
     def _waits(self, cached: CachedProgram) -> bool:
         """Whether a call that a program covers runs eagerly, as its passes have not run; the last one runs them."""
@@ -257,7 +335,8 @@ class ReplayedStep:
             return False
         cached.waits, cached.found = cached.waits - 1, cached.found + 1
         self._cache.used(cached)
-        self._kinds.replayed(key := self._cache.key_of(cached))  # the kind has returned
+        key = self._cache.key_of(cached)
+        self._policy.kinds.replayed(key)  # it has returned
         if not cached.waits:
             self._optimise(key, cached)
         return True
@@ -301,7 +380,7 @@ class ReplayedStep:
         """Whether passes may run later: the ranks, a report or a prediction do not compare their result."""
         options = self._options
         is_compared = options.compares or options.memory or self._wants_sizes(call)
-        return self._kinds.defers and options.rewrites and not is_compared
+        return self._policy.kinds.defers and options.rewrites and not is_compared
 
     def _let_wait(self, call: Invocation, recorder: Recorder) -> None:
         """After the first recording of a large step, which is not kept: the next one, and the passes, may wait.
@@ -339,7 +418,7 @@ class ReplayedStep:
         if has_begun and self._wants_sizes(call):
             return False
         known = call.key in self._warmups or self._cache.has(call.key)
-        return self._kinds.is_rare(call.key) and not known
+        return self._policy.kinds.is_rare(call.key) and not known
 
     def _is_unpredicted(self, call: Invocation) -> bool:
         """Whether the kind of a call without a program is rare; else its program may be predicted: `PredictedStep`."""
@@ -358,7 +437,13 @@ class ReplayedStep:
     def _is_due(self, cached: CachedProgram) -> bool:
         """Whether the next call of this program is audited."""
         call, is_audited = cached.replays + cached.audits + 1, cached.op_stream is not None
-        return cached.prediction is not None or (is_audited and self._options.audit.is_due(call))
+        if cached.prediction is not None:
+            return True
+        return is_audited and self._options.audit.is_due(call) and self._can_pay_audit()
+
+    def _can_pay_audit(self) -> bool:
+        """Whether an audit is within what the step may cost, or was asked for."""
+        return self._options.audit.every is not None or self._policy.ledger.can_pay(AUDIT)
 
     def _audit(self, audited: AuditedCall, cached: CachedProgram, call: Invocation) -> Any:
         """Run the step for real, and compare it with its program: the result is eager's, whatever is found."""
@@ -381,7 +466,9 @@ class ReplayedStep:
         """Count an audited call of a program; whether what it changes in Python, and all its effects, are looked at."""
         cached.audits += 1
         self._cache.used(cached)
-        self._kinds.replayed(self._cache.key_of(cached))
+        if self._options.audit.every is None:  # else they were asked for
+            self._policy.ledger.pay(AUDIT)
+        self._policy.replayed(self._cache.key_of(cached))
         return self._options.audit.is_thorough(cached.replays + cached.audits)
 
     def _end_audit(self, verdict: AuditVerdict | None, cached: CachedProgram) -> None:

@@ -167,7 +167,7 @@ def record(
     try:
         names = leaf_names(fn, call.spec)
         entry = EntryState.now(fn, call.leaves, recorder, varying, names, hooks_run_outside, live)
-        recorder.arguments = entry.places.arguments()
+        recorder.early_storages = entry.places.early()
         recorder.arrays = tensors_by_array(call.leaves)
         recorder.tape.is_off = awaits_live_numbers(recorder, entry)
         if recorder.tape.is_off:  # no program is made of it

@@ -4,8 +4,8 @@ Eager and replay issue the same collectives in the same order, so a replaying ra
 rank, whichever guard failed before. A number that Python reads (`.item()`) is known only after the graph, with its
 collectives, has run: a rank that then ran the step again would issue its collectives a second time, alone. So the
 ranks of such a program vote three times: after a recording (all keep their programs, or none does), before each replay
-(all have a program, or all record), and after the graph ran (every number has its recorded value, or all run the step
-again).
+(all have a program, or all record), and after the graph ran: every number has its recorded value, or all replay a
+program that was recorded with the numbers of this call, or all run the step.
 
 A replay makes calls that communicate (`self.log(..., sync_dist=True)`) at its end, eager in the middle: then all ranks
 must replay, or none.
@@ -35,7 +35,7 @@ from __future__ import annotations
 import enum
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -93,6 +93,7 @@ class Level(enum.IntEnum):
     DIFFERENT: all ranks have such a program, but their programs issue different collectives.
     NOT_YET: the rank warms up, or a guard failed.
     RARE: calls of this kind came too seldom on the rank to be recorded; all ranks run eagerly.
+    VAIN: its programs miss the call, and none like it is worth a recording; all ranks run eagerly.
     REFUSED: the rank cannot capture the step.
     """
 
@@ -102,7 +103,8 @@ class Level(enum.IntEnum):
     DIFFERENT = 3
     NOT_YET = 4
     RARE = 5
-    REFUSED = 6
+    VAIN = 6
+    REFUSED = 7
 
 
 class Votable(Protocol):
@@ -152,9 +154,16 @@ class RankVote:
         groups = tuple(dict.fromkeys((*other.groups, *self.groups)))
         return RankVote(groups, self.device, self.compares or other.compares)
 
-    def any_failed(self, failed: bool) -> bool:
-        """Whether a guard failed on any rank of any of the groups."""
-        return self.worst(Level.NOT_YET if failed else Level.KEPT) is not Level.KEPT
+    def any_failed(self, failure: str | None) -> bool:
+        """Whether a guard failed on any rank of any of the groups. failure: of this rank."""
+        return self.worst(Level.NOT_YET if failure is not None else Level.KEPT) is not Level.KEPT
+
+    def any_of(self, *flags: bool) -> list[bool]:
+        """For each flag, whether it is set on any rank of any of the groups: one small all-reduce per group."""
+        sent = torch.tensor(flags, dtype=torch.int64, device=self.device)
+        for name in self.groups:
+            _all_reduce_max(sent, name)
+        return [bool(each) for each in sent.tolist()]
 
     def worst(self, mine: Level) -> Level:
         """The worst level on any rank of any of the groups: one small all-reduce per group."""
@@ -164,16 +173,21 @@ class RankVote:
         return Level(int(flag))
 
     def before_replay(
-        self, found: Votable | None, is_due: bool = False, is_rare: bool = False
+        self,
+        found: Votable | None,
+        is_due: bool = False,
+        is_rare: bool = False,
+        is_vain: bool = False,
     ) -> Level:
         """The decision of all ranks on this call. found: this rank's program; None: it has none.
 
-        is_due: whether this rank's program is due for an audit. is_rare: whether this rank would not record the call.
+        is_due: whether this rank's program is due for an audit. is_rare, is_vain: whether this rank would not record
+        the call.
         `KEPT`, `READS`: replay. `AUDITED`: audit. `NOT_YET`: record. `DIFFERENT`: every rank has a program, but they
-        issue different collectives. `DIFFERENT`, `RARE`: run eagerly.
+        issue different collectives. `DIFFERENT`, `RARE`, `VAIN`: run eagerly.
         """
         if found is None:
-            mine = Level.RARE if is_rare else Level.NOT_YET
+            mine = Level.VAIN if is_vain else Level.RARE if is_rare else Level.NOT_YET
         elif is_due:
             mine = Level.AUDITED
         else:  # ranks that compare no collectives always vote again
@@ -189,6 +203,37 @@ class RankVote:
             mine = Level(max(level, Level.DIFFERENT if high != -low else Level.KEPT))
         # A second round over the earlier groups, whose ranks do not have the result of a later group yet.
         return replace(self, groups=self.groups[:-1]).worst(mine)
+
+
+class VoteAfterGraph:
+    """The vote of a replay whose graph has run, and what all ranks do if a guard on a number failed on one of them.
+
+    has_other: whether this rank has another program, which answers as this call does. may_record: whether it would
+    record the call otherwise. Both are asked with the failure on this rank, None if its guards hold.
+    failure: on this rank, once it has voted. tries_others, records: what all ranks do.
+    """
+
+    def __init__(
+        self,
+        vote: RankVote,
+        has_other: Callable[[str | None], bool],
+        may_record: Callable[[str | None], bool],
+    ) -> None:
+        self._vote, self._has_other, self._may_record = vote, has_other, may_record
+        self.failure: str | None = None
+        self.tries_others = False
+        self.records = True
+
+    def any_failed(self, failure: str | None) -> bool:
+        """See `RankVote`."""
+        self.failure = failure
+        lacks_other, is_left = not self._has_other(failure), not self._may_record(failure)
+        failed, some_lacks, some_leaves = self._vote.any_of(
+            failure is not None, lacks_other, is_left
+        )
+        self.tries_others = failed and not some_lacks
+        self.records = not some_leaves
+        return failed
 
 
 def _all_reduce_max(flag: torch.Tensor, name: str) -> None:

@@ -100,7 +100,7 @@ class ReplayedForward:
         vote = self._owner.vote
         if (
             vote is not None
-            and vote.any_failed(isinstance(found, str))
+            and vote.any_failed(found if isinstance(found, str) else None)
             and not isinstance(found, str)
         ):
             found = "a guard failed on another rank"

@@ -33,6 +33,8 @@ from tests.step.twins import batch
 from tests.steps import make_loss_step
 from tests.walk.cases import READ, same_process
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
+
 
 @pytest.fixture
 def guards_off() -> Iterator[None]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import functionalize as fz
+from tests.allowance import ample_allowance
 from tests.audit.unguarded import unguarded
 from tests.fsdp.sharded import build_mlp
 from tests.fsdp.steps import pairs
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.long
 MERGED = "bucket_gathers{mb=0.003, across=true, apart_kb=none}"
 
 
+@ample_allowance()
 def trained(kind: str, audits: list[Any], changes_on: int | None) -> tuple[list[str], Any]:
     """Twins, one of them captured; on one rank a number that is frozen in the program changes before call 8."""
     rank, scripts = dist.get_rank(), []
@@ -114,6 +116,7 @@ def test_a_loaded_program_is_audited_by_its_saved_op_stream(changes: bool, tmp_p
             assert "aten.mul.Tensor is 0.5, the program has 1.0" in stats.differences[0]
 
 
+@ample_allowance()
 def forwards(audit: Any, changes_on: int | None) -> tuple[list[str], Any]:
     """Twins, of one of which forward and backward are captured; two microbatches per step, of other rows on each rank.
 

@@ -23,7 +23,7 @@ _KEPT = (SlotGuard, FSDPStateGuard, ConstantGuard, NumberGuard)
 @contextmanager
 def unguarded() -> Iterator[None]:
     """No guard on Python state prevents a replay, and no change of Python state refuses a recording."""
-    resolve = Executable.resolve
+    resolve = Executable.resolve_anew
 
     def without_facts(self: Any, leaves: Any) -> Any:
         facts = self.facts
@@ -50,7 +50,7 @@ def unguarded() -> Iterator[None]:
             return recording(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Executable, "resolve", without_facts)
+        patch.setattr(Executable, "resolve_anew", without_facts)
         patch.setattr(RecordedRun, "recording", with_draws)
         patch.setattr(ExitState, "now", staticmethod(exit_unchanged))
         patch.setattr(SurroundingsGuard, "refusal", None)

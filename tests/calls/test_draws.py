@@ -18,6 +18,8 @@ from functionalize.errors import SaveError
 from tests.calls import trainers
 from tests.calls.trainers import CALLS, Between, Drawer, compare, nothing
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
+
 shared = np.random.default_rng(9)
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import functionalize as fz
+from tests.allowance import ample_allowance
 from tests.fsdp.sharded import build_llama, build_mlp
 from tests.fsdp.steps import STEPS, pairs
 from tests.fsdp.twins import Verdict, compare_twins, grown_storages, state_of
@@ -101,6 +102,7 @@ def returns_its_tensors() -> tuple[int, list[bool]]:
     return step.stats.replays, [a is b for a, b in found]
 
 
+@ample_allowance()
 def modes_change() -> tuple[list[str], int, int, int]:
     """`model.train()` in the step, and after every second step an evaluation, which is captured, too.
 
@@ -147,6 +149,7 @@ def rate_changes() -> tuple[list[str], int]:
     return step.stats.guard_failures, step.stats.captures
 
 
+@ample_allowance()
 def raises(where: str, at: int) -> tuple[list[str], list[str], bool]:
     """Step `at` fails in both twins; both train on, and must stay equal."""
 

@@ -15,6 +15,7 @@ from torch.autograd import Variable
 import functionalize as fz
 from functionalize.fsdp.objects import fsdp_states
 from functionalize.fsdp.python_state import FSDPState
+from tests.allowance import ample_allowance
 from tests.faults import Trap, Tripwire, fault_of, interrupt, ops_of_replay, raising, surroundings
 from tests.fsdp.models import Net, wrapped
 from tests.fsdp.twins import (
@@ -148,6 +149,7 @@ class Pair:
 # -- on the ranks ----------------------------------------------------------------------------------
 
 
+@ample_allowance()
 def faults(where: str, how: str, recovers: bool) -> tuple[list[str], list[str | None], int]:
     """The same fault on both ranks in the warm-up, in the recording to keep, and in one more."""
     pair, raised = Pair(), []
@@ -167,6 +169,7 @@ def faults(where: str, how: str, recovers: bool) -> tuple[list[str], list[str | 
     return pair.found, raised, pair.step.stats.replays
 
 
+@ample_allowance()
 def faults_in_replays() -> tuple[list[str], int, int]:
     """Memory runs out at every fourth op of the program in turn, on both ranks; nothing was changed."""
     pair = Pair()
@@ -217,6 +220,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
 }
 
 
+@ample_allowance()
 def changes() -> tuple[list[str], list[tuple[str, str, bool]]]:
     """FSDP2's state is another one for one call, then as it was again."""
     pair, seen = Pair(), []

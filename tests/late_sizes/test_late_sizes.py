@@ -31,6 +31,8 @@ from tests.late_sizes.computed import (
     trained,
 )
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
+
 
 def named(body: Body) -> str:
     return body.__name__

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
 from functionalize.late_sizes import late_step
+from tests.allowance import ample_allowance
 from tests.fsdp.twins import call_differences
 from tests.late_sizes.computed import mixture
 from tests.ranks import run_on_ranks
@@ -90,6 +91,7 @@ def build(kind: str) -> tuple[Any, Any]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
+@ample_allowance()
 def trained(kind: str, calls: int, lengths: Sequence[int], passes: str, **options: Any) -> Any:
     """Twins, one of them captured, on data of other lengths on each rank."""
     (model, optimizer), (twin, twin_optimizer) = build(kind), build(kind)

@@ -18,6 +18,8 @@ from tests.fsdp.twins import bits
 from tests.ranks import run_on_ranks
 from tests.steps import make_loss_step
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
+
 ROWS = 40
 Body = Callable[[Any, Tensor, Tensor], Tensor]
 

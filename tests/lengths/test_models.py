@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.allowance import ample_allowance
 from tests.fsdp.huggingface import (
     WORDS,
     Twin,
@@ -52,6 +53,7 @@ def seeded(name: str) -> Twin:
     return MODELS[name]()
 
 
+@ample_allowance()
 def trained(name: str, calls: int) -> Verdict:
     build = partial(seeded, name)
     return compare_twins(build, train, texts(calls), dynamic=True, max_programs=64)

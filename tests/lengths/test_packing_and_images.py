@@ -15,6 +15,8 @@ import functionalize as fz
 from tests.fsdp.twins import bits
 from tests.step.twins import same_state
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
+
 WORDS, WIDTH = 32, 8
 
 

@@ -17,6 +17,8 @@ from tests.lengths.sized_calls import Loss, block, lengths, linear, plain_loss, 
 from tests.lengths.ways import NEVER
 from tests.step.twins import same_state
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
+
 LEARNED = lengths(8, 12, 20)
 NEW = lengths(37, 16, 2, 64, 9)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
+from tests.allowance import ample_allowance
 from tests.fsdp.twins import call_differences
 from tests.ranks import run_on_ranks
 from tests.steps import make_loss_step
@@ -29,6 +30,7 @@ def build() -> tuple[Any, Any]:
     return model, torch.optim.AdamW(model.parameters(), fused=True)
 
 
+@ample_allowance()
 def trained(
     calls: int,
     passes: str,
@@ -110,6 +112,7 @@ def test_ranks_that_vote_on_a_number(reader: int, passes: str) -> None:
         assert stats.replays >= 30
 
 
+@ample_allowance()
 def wider_on_one_rank() -> tuple[list[str], Any]:
     """Rank 0 has all lengths from the beginning, rank 1 few ones; then it has those that rank 0 has compared."""
     few, all_, then = [38, 42, 39, 41, 40], [*APART], [34, 46, 35, 45, 33, 47]

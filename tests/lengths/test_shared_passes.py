@@ -22,6 +22,7 @@ from functionalize.templates.leaves import leaves_of
 from tests.lengths.sized_calls import block, plain_loss, trained
 from tests.lengths.ways import LEARNED, NEVER, calls, compared
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
 EACH = [n for n in LEARNED for _ in range(3)]
 
 

@@ -11,6 +11,8 @@ import torch
 import functionalize as fz
 from tests.lengths.ways import SEEN, WAYS, stepped
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
+
 RECORDED, OTHERS = (8, 12, 20), (37, 16, 600, 13)
 
 

@@ -23,6 +23,8 @@ from tests.lengths.sized_calls import block, plain_loss, trained
 from tests.lengths.ways import LEARNED, NEVER, WAYS, calls, compare
 from tests.steps import make_loss_step
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
+
 
 class Sums(torch.autograd.Function):
     @staticmethod

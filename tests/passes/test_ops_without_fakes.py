@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import functionalize as fz
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
+
 
 @torch.library.custom_op("functionalize_tests::twice_unknown", mutates_args=())
 def unknown(x: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ from functionalize import passes
 from functionalize.errors import FunctionalizeError, UncapturableError
 from functionalize.ir.generators import GET_STATE, SEED, SET_STATE
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
+
 aten = torch.ops.aten
 STEPS = 8
 Step = Callable[[Tensor], Tensor]

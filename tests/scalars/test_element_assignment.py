@@ -13,6 +13,8 @@ from torch.optim import SGD
 import functionalize as fz
 from tests.scalars.bits import bits
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
+
 
 class Model(nn.Module):
     """A layer with a ring of results, as contrastive learning and replay buffers have."""

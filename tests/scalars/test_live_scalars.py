@@ -28,6 +28,8 @@ from functionalize.state.step_guards import HyperparameterGuard
 from tests.scalars.bits import bits
 from tests.steps import make_step
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
+
 
 def replayed(fn: Callable[..., Any], values: list[Any], captures: int = 1) -> Any:
     """`fn` of tensors made of `values`, captured: equal to eager at every call, in so many captures."""
@@ -162,11 +164,11 @@ def test_exponents_that_float32_cannot_hold(name: str, derivative: Any) -> None:
         return derivative(x, lambda base: POWERS[name](base, exponent))
 
     draw = torch.Generator().manual_seed(0)
-    values = [torch.rand(50, generator=draw).tolist() for _ in range(6)]
+    values = [torch.rand(50, generator=draw).tolist() for _ in range(5)]
     step = fz.capture(fn)
     for value in values:
         assert bits(step(torch.tensor(value))) == bits(fn(torch.tensor(value)))
-    assert step.stats.captures == 5 and not step.stats.eager  # the first call warms up
+    assert step.stats.captures == 4 and not step.stats.eager  # the first call warms up
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")

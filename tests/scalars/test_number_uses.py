@@ -29,6 +29,8 @@ from torch import Tensor
 
 import functionalize as fz
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
+
 D, Timedelta = decimal.Decimal, datetime.timedelta
 
 

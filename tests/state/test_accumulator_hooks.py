@@ -14,6 +14,8 @@ import functionalize as fz
 from functionalize._compat.autograd import accumulator_hooks, reference_count
 from tests.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
+
 CALLS = 24
 
 

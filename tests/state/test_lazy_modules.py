@@ -12,7 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import functionalize as fz
+from tests.allowance import ample_allowance
 from tests.ranks import run_on_ranks
+
+pytestmark = pytest.mark.usefixtures("ample_allowance")
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(2)),
@@ -143,6 +146,7 @@ def test_module_that_no_call_makes(caplog: pytest.LogCaptureFixture) -> None:
     assert captured.stats.replays > 10
 
 
+@ample_allowance()
 def _lazy_on_one_rank() -> tuple[list[Tensor], list[Tensor], int, int]:
     """Ranks vote, as the step relies on a number; then one of them gets a lazy module, and the other does not."""
     results, stats = [], None

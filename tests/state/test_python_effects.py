@@ -17,6 +17,8 @@ from functionalize.errors import GuardError, SaveError, UncapturableError
 from functionalize.ir.inputs import Call
 from functionalize.recorder.recorder import Recorder
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
+
 
 class _Board:
     """The walk looks at no attribute of a callable object of this package."""

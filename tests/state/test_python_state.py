@@ -28,6 +28,8 @@ from functionalize.state.python_state import SurroundingsGuard
 from functionalize.walk.discovery import walked
 from tests.fake_world.worlds import Twins
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
+
 np = pytest.importorskip("numpy")
 
 

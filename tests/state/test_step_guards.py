@@ -15,6 +15,8 @@ from functionalize.ir.inputs import Call
 from functionalize.util.structure import flatten
 from tests.fake_world.worlds import Twins, World, batch, train
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
+
 # -- guards ----------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,8 @@ from functionalize.errors import UncapturableError, UnsupportedTensorError
 from functionalize.program.program import Program
 from functionalize.step.recording import StepRecording
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
+
 
 def trained(**options: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
@@ -65,18 +67,18 @@ def test_a_program_is_found_without_trying_the_others() -> None:
     tried: list[int] = []
     for rows in [*range(1, 31)] * 2:
         step(torch.ones(rows))
-    original = Program.resolve
+    original = Program.known
 
     def counted(self: Program, leaves: Any) -> Any:
         tried.append(id(self))
         return original(self, leaves)
 
-    Program.resolve = counted  # type: ignore[method-assign]
+    Program.known = counted  # type: ignore[method-assign]
     try:
         for rows in range(1, 31):
             step(torch.ones(rows))
     finally:
-        del Program.resolve  # it is inherited
+        del Program.known  # it is inherited
     assert len(tried) == 30 == len(set(tried))
 
 

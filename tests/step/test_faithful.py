@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import functionalize as fz
 from functionalize.errors import UncapturableError
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
+
 STEPS = 9
 
 

@@ -40,6 +40,8 @@ from tests.faults import (
 from tests.fsdp.twins import differences, state_of
 from tests.leftovers import leftovers
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
+
 # -- in the step -----------------------------------------------------------------------------------
 
 

@@ -12,10 +12,12 @@ import functionalize as fz
 from functionalize.errors import PassError
 from functionalize.passes import Pass
 from functionalize.program.program import Program
-from functionalize.step.cache import Kinds
+from functionalize.step.policy import Kinds
 from functionalize.step.vote import RankVote
 from tests.step.twins import batch, same_state, twins
 from tests.steps import make_step
+
+pytestmark = pytest.mark.usefixtures("ample_allowance")
 
 
 def trained_on(lengths: list[int], **options: Any) -> Any:

@@ -17,6 +17,8 @@ import functionalize as fz
 from functionalize.errors import SaveError, UncapturableError
 from tests.step.moving_steps import REFUSED, REPLAYS, STEPS, World, difference
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
+
 CALLS = 12
 
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import functionalize as fz
 from functionalize.errors import SaveError, UncapturableError
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
+
 
 class Carried(NamedTuple):
     h: Tensor

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import functionalize as fz
 from functionalize.program.executable import Executable
 
+pytestmark = pytest.mark.usefixtures("ample_allowance")
+
 log = logging.getLogger("tests.natural_loop")
 
 
@@ -80,13 +82,13 @@ def test_moving_state_does_not_make_replays_ask_every_guard(
 ) -> None:
     """Numbers in attributes, of a module too, and in a closure are others at every call."""
     slow: list[int] = []
-    resolve = Executable.resolve_slowly
+    ask = Executable.ask
 
-    def resolve_slowly(self: Any, leaves: Any) -> Any:
+    def counted(self: Any, leaves: Any) -> Any:
         slow.append(1)
-        return resolve(self, leaves)
+        return ask(self, leaves)
 
-    monkeypatch.setattr(Executable, "resolve_slowly", resolve_slowly)
+    monkeypatch.setattr(Executable, "ask", counted)
     trainer, count = Trainer(), 0
     trainer.model.seen = 0  # type: ignore[assignment]
 

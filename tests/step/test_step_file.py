@@ -30,9 +30,12 @@ from functionalize.state import hyperparameters as lifted
 from functionalize.state import sources
 from functionalize.state import step_guards as guards
 from functionalize.walk import discovery as reach
+from tests.allowance import ample_allowance
 from tests.forks import run_module
 from tests.step import persisted
 from tests.step.persisted import AFTER, BEFORE, KINDS, LEARNED
+
+pytestmark = pytest.mark.usefixtures("ample_allowance")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
         text = persisted.digest(step.program.print_readable(print_output=False))
         seen[kind] = persisted.train(made, step, BEFORE, BEFORE + AFTER), text
     made = persisted.twin("lengths")
-    step = fz.capture(made.step, dynamic=True, audit=False)
+    with ample_allowance():
+        step = fz.capture(made.step, dynamic=True, audit=False)
     persisted.train_at(made, step, [n for n in LEARNED for _ in range(3)])
     step.save(folder / "lengths.fzp")
     torch.save(persisted.checkpoint(made), folder / "lengths.pt")

@@ -1,0 +1,358 @@
+"""When a call that no program covers is recorded, and what all this may cost.
+
+    A call is recorded if the ledger can pay for it, if its kind has come often enough for what recordings of such calls
+    have returned, and if what it missed has come before or is one of the first three answers of its question.
+
+    policy.rests()                   whether this call runs eagerly, and nothing is looked at
+    policy.is_rare(key)              whether calls of a kind without a program came too seldom
+    policy.may_record(key, miss)     whether a call that its programs missed is recorded
+    policy.ledger.can_pay(AUDIT)     whether an audit is made now
+
+Note [The ledger]
+A captured step promises: what it has cost beyond eager is never more than 30 eager steps, plus 5 % of the calls so far.
+Costs are counted in eager steps, by constants that were measured on FSDP2 steps whose time is Python's; where kernels
+take the time all of these are smaller. So what a call may cost follows from the calls before it alone: it is the same
+on all ranks with the same calls, and in every run. What replays return pays for recordings, up to a limit: a step that
+has replayed for a week and no longer settles must not cost hours.
+
+Options that ask for more work are not counted: `record_after=1`, `audit=n`, `memory=True`.
+
+Note [Questions]
+A guard asks a question (`off.id + 1`, `int(m.ptr)` in line 20), and recordings of one kind differ in its answer. An
+answer that never returns is a running number: a program for it is of no use. Three recordings in a row may find other
+answers, then only an answer that has come before is worth one: a pointer that goes round has each of its positions
+recorded in the second round, a counter none.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from functionalize.ir.guards import Miss
+
+# Eager steps beyond the one that the call would have taken.
+RECORDING = 5.5
+BUILDING = 4.5  # a program, and its code at the first replay
+AUDIT = 7.0
+COMPARISON = 4.0  # a first call of a predicted program that is compared
+LOST_GRAPH = 0.6  # a graph that ran, and whose guards on numbers failed
+LOOK, QUICK_LOOK = (
+    1.0,
+    0.03,
+)  # at the guards of programs, all of which fail: at all, at those on numbers alone
+_GAIN = 0.5  # of a replay
+_ALLOWANCE, _SHARE = 30.0, 0.05  # eager steps; of the calls
+_MOST_SAVED = 60.0  # eager steps
+_DIFFERENT_IN_A_ROW = 3
+_VAIN_IN_A_ROW = 32  # calls, before the step rests
+_SLOW_LOOK = 8  # calls for which one counts that took as long as a step
+_LONGEST_REST = 1024  # calls
+_FEW_KINDS = 2  # recorded kinds without a replay, before further ones must come twice as often
+_KINDS_REMEMBERED = 4096
+_ANSWERS_REMEMBERED = 512
+_MOST_DOUBLINGS = 10
+_RECORDINGS_AFTER_REST = 3  # before the next rest: of most steps the first recording is not kept
+
+
+class Ledger:
+    """What a step may still cost beyond eager, in eager steps: Note [The ledger].
+
+    is_bounded: whether it refuses anything.
+    """
+
+    def __init__(self, is_bounded: bool = True) -> None:
+        self.is_bounded = is_bounded
+        self.balance = _ALLOWANCE
+
+    def call(self) -> None:
+        """A call of the step begins."""
+        self._add(_SHARE)
+
+    def replayed(self) -> None:
+        """A program was replayed."""
+        self._add(_GAIN)
+
+    def _add(self, steps: float) -> None:
+        self.balance = min(self.balance + steps, _MOST_SAVED)
+
+    def can_pay(self, cost: float) -> bool:
+        """Whether a cost is within the promise."""
+        return not self.is_bounded or self.balance >= cost
+
+    def pay(self, cost: float) -> None:
+        """Something has cost as many eager steps."""
+        self.balance -= cost
+
+
+@dataclass(slots=True)
+class _Answer:
+    """An answer without a program. calls: how often it came. recorded: how many of these were recorded."""
+
+    calls: int = 0
+    recorded: int = 0
+
+
+@dataclass(slots=True)
+class _Question:
+    """What a guard of programs of one kind asks, with the answers without a program.
+
+    in_a_row: the calls without a program since the last replay. recorded: how many of these were recorded.
+    is_told: whether the user knows that calls run eagerly for it.
+    """
+
+    answers: OrderedDict[Hashable, _Answer] = field(default_factory=OrderedDict)
+    in_a_row: int = 0
+    recorded: int = 0
+    is_told: bool = False
+
+    def answer(self, text: Hashable) -> _Answer:
+        """One answer, which has come now."""
+        found = self.answers.setdefault(text, _Answer())
+        self.answers.move_to_end(text)
+        if len(self.answers) > _ANSWERS_REMEMBERED:
+            self.answers.popitem(last=False)
+        return found
+
+
+class Questions:
+    """The questions of all kinds of calls: Note [Questions]. Memory is bounded."""
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[tuple[Hashable, str], _Question] = OrderedDict()
+        self._pending: dict[
+            Hashable, list[_Question]
+        ] = {}  # with misses since the last replay, by kind
+
+    def is_worth_recording(self, key: Hashable, miss: Miss) -> bool:
+        """Count a call whose programs all missed; whether its answer is likely to return."""
+        question = self._question(key, miss.question)
+        answer = question.answer(miss.answer)
+        if not question.in_a_row:
+            self._pending.setdefault(key, []).append(question)
+        question.in_a_row += 1
+        answer.calls += 1
+        if answer.calls > 1:
+            # Of some kinds the first recording is not kept; a step that raises has none.
+            in_vain = max(question.recorded - _FEW_KINDS, answer.recorded - _FEW_KINDS, 0)
+            return answer.calls > 1 << min(in_vain, _MOST_DOUBLINGS)
+        return question.in_a_row <= _DIFFERENT_IN_A_ROW
+
+    def is_new(self, key: Hashable, miss: Miss) -> bool:
+        """Whether no call has been left eager for this question before."""
+        question = self._question(key, miss.question)
+        was_told, question.is_told = question.is_told, True
+        return not was_told
+
+    def recorded(self, key: Hashable, miss: Miss) -> None:
+        """The call just counted is recorded."""
+        question = self._question(key, miss.question)
+        question.recorded += 1
+        question.answer(miss.answer).recorded += 1
+
+    def replayed(self, key: Hashable) -> None:
+        """A program of this kind was of use."""
+        if self._pending:
+            for question in self._pending.pop(key, ()):
+                question.in_a_row = question.recorded = 0
+
+    def _question(self, key: Hashable, text: str) -> _Question:
+        found = self._of.setdefault((key, text), _Question())
+        self._of.move_to_end((key, text))
+        if len(self._of) > _KINDS_REMEMBERED:
+            (kind, _), _ = self._of.popitem(last=False)
+            self._pending.pop(kind, None)
+        return found
+
+
+@dataclass(slots=True)
+class KindOfCall:
+    """Calls with one key and without a program. unreplayed: whether one was recorded, and none was replayed since.
+
+    evictions: how often other programs needed the place of its program. calls: since the last eviction.
+    """
+
+    calls: int = 0
+    unreplayed: bool = False
+    evictions: int = 0
+
+
+class Kinds:
+    """How often each kind of call came, its kind being its key in the cache; which kinds are recorded.
+
+    A recording costs several eager steps, and only replays return that. So a new kind is recorded at once only while
+    no recorded kind waits for its first replay. Else it is recorded when it has come `record_after` times, and twice as
+    often for each kind that waits beyond two. So of lengths that never return one is recorded, and few of lengths that
+    return seldom. A kind whose program was evicted must come twice as often each time, so that more kinds than there
+    are places for are not recorded in turn. With `record_after=1` every kind is recorded at once.
+    Invariant: memory is bounded; a kind that was not seen for `_KINDS_REMEMBERED` others counts from zero again.
+    """
+
+    def __init__(self, record_after: int) -> None:
+        self._after = record_after
+        self._kinds: OrderedDict[int, KindOfCall] = OrderedDict()  # by hash: holds no argument
+        self._unreplayed = 0
+        self._records_next = False
+
+    @property
+    def defers(self) -> bool:
+        """Whether any kind may be rare."""
+        return self._after > 1
+
+    def is_rare(self, key: Hashable) -> bool:
+        """Count a call without a program; whether its kind came too seldom to be recorded."""
+        if not self.defers or self._records_next:
+            return False
+        kind = self._of(key)
+        kind.calls += 1
+        if not (self._unreplayed or kind.evictions):
+            return False
+        doublings = max(self._unreplayed - _FEW_KINDS, 0) + kind.evictions
+        return kind.calls < self._after << min(doublings, _MOST_DOUBLINGS)
+
+    def returns(self, key: Hashable, times: int) -> bool:
+        """Count a call without a program; whether its kind has come as many times."""
+        kind = self._of(key)
+        kind.calls += 1
+        return kind.calls >= times
+
+    def record_next(self) -> None:
+        """Record the next call, of any kind."""
+        self._records_next = True
+
+    def recorded(self, key: Hashable, is_compared: bool = False) -> None:
+        """A call of this kind is recorded. is_compared: for programs of other sizes, so it need not return."""
+        self._records_next = False
+        kind = self._of(key)
+        self._unreplayed += not (kind.unreplayed or is_compared)
+        kind.unreplayed |= not is_compared
+
+    def renamed(self, key: Hashable, other: Hashable) -> None:
+        """A recorded call is of another kind than it seemed to be."""
+        if self._of(key).unreplayed:
+            self.replayed(key)
+            self.recorded(other)
+
+    def replayed(self, key: Hashable) -> None:
+        """A program of this kind was replayed or audited."""
+        kind = self._kinds.get(hash(key))
+        if kind is not None and kind.unreplayed:
+            kind.unreplayed = False
+            self._unreplayed -= 1
+
+    def evicted(self, key: Hashable) -> bool:
+        """The program of this kind was dropped because another one needs its place; whether it waits for a replay."""
+        kind = self._of(key)
+        kind.calls, kind.evictions = 0, kind.evictions + 1
+        return kind.unreplayed
+
+    def _of(self, key: Hashable) -> KindOfCall:
+        kind = self._kinds.setdefault(hash(key), KindOfCall())
+        self._kinds.move_to_end(hash(key))
+        if len(self._kinds) > _KINDS_REMEMBERED:
+            self._unreplayed -= self._kinds.popitem(last=False)[1].unreplayed
+        return kind
+
+
+class Rest:
+    """Calls that run eagerly without a look at anything, since those before were of no use.
+
+        rest.is_in_vain()       a call ran eagerly, as none is worth a recording: after 32 in a row the step rests
+        rest.begin(replays)     programs were dropped one after the other without a replay, as many as there may be
+        rest.takes_call()       whether this call is a part of the rest; counts it
+
+    Each rest is twice as long as the one before. Invariant: where ranks vote, all of them have called these alike.
+    """
+
+    def __init__(self) -> None:
+        self._left = self._in_vain = 0
+        self._is_whole = (
+            False  # whether this rest is one of all calls, whichever programs there are
+        )
+        self._length = _VAIN_IN_A_ROW
+        self._long = _LONGEST_REST
+        # Since the last rest after `begin`; None: there was none, or a program was of use after it.
+        self._recordings: int | None = None
+        self._replays = 0  # before the last such rest
+
+    @property
+    def length(self) -> int:
+        """The number of calls of the next rest after `begin`."""
+        return self._long
+
+    def is_in_vain(self, looked_slowly: bool = False) -> None:
+        """A call ran eagerly because none like it is worth a recording. looked_slowly: at all guards of a program."""
+        self._in_vain += _SLOW_LOOK if looked_slowly else 1
+        if self._in_vain >= _VAIN_IN_A_ROW:
+            # One further call like this, and it rests again.
+            self._left, self._in_vain = self._length, _VAIN_IN_A_ROW - 1
+            self._is_whole = True
+            self._length = min(2 * self._length, _LONGEST_REST)
+
+    def is_of_use(self) -> None:
+        """A program was replayed, or audited; or ranks begin to vote."""
+        self._in_vain, self._length = 0, _VAIN_IN_A_ROW
+
+    def begin(self, replays: int) -> None:
+        """Give the step up. replays: of its programs so far."""
+        self._left, self._long, self._is_whole = self._long, 2 * self._long, False
+        self._recordings, self._replays = 0, replays
+
+    def is_whole_or(self, is_idle: bool) -> bool:
+        """Whether programs are not asked in this rest. is_idle: there are none."""
+        return self._is_whole or is_idle
+
+    def takes_call(self) -> bool:
+        """Whether this call is a part of the rest; counts it."""
+        if not self._left:
+            return False
+        self._left -= 1
+        return True
+
+    def is_vain(self, replays: int) -> bool:
+        """Whether a call that no program covers is not worth a recording; counts the recordings after a rest."""
+        if self._recordings is None:
+            return False
+        if replays > self._replays:  # a program was of use
+            self._recordings = None
+            return False
+        self._recordings += 1
+        return self._recordings > _RECORDINGS_AFTER_REST
+
+
+class Policy:
+    """When a step records, audits and compares. record_after: calls of a kind, see `Kinds`."""
+
+    def __init__(self, record_after: int) -> None:
+        self.ledger = Ledger(record_after > 1)
+        self.kinds = Kinds(record_after)
+        self.questions = Questions()
+        self.rest = Rest()
+        self.news: Miss | None = (
+            None  # the question for which a call was left eager, if the user does not know
+        )
+
+    def may_record(self, key: Hashable, miss: Miss | None, looked_slowly: bool = False) -> bool:
+        """Whether a call is recorded that has no program, or whose programs all missed. Counts it.
+
+        looked_slowly: whether all guards of a program were asked.
+        """
+        ledger = self.ledger
+        if not ledger.is_bounded:
+            return True
+        can_pay = ledger.can_pay(RECORDING + BUILDING)
+        if miss is not None:
+            ledger.pay(LOOK if looked_slowly else QUICK_LOOK)
+            if not self.questions.is_worth_recording(key, miss):
+                self.news = miss if self.questions.is_new(key, miss) else None
+                return False
+            if can_pay:
+                self.questions.recorded(key, miss)
+        return can_pay
+
+    def replayed(self, key: Hashable) -> None:
+        """A program of this kind was replayed or audited."""
+        self.kinds.replayed(key)
+        self.questions.replayed(key)
+        self.rest.is_of_use()
