@@ -1,4 +1,4 @@
-"""When a call is recorded: the ledger, questions and their answers, rests; and which of several programs is replayed."""
+"""When a call is recorded: the ledger, questions and answers, rests; and which of several programs is replayed."""
 
 from __future__ import annotations
 
@@ -144,7 +144,9 @@ def test_a_step_that_is_called_in_vain_asks_nothing(monkeypatch: pytest.MonkeyPa
     for _ in range(200):
         captured(X)
     ask = Executable.ask
-    monkeypatch.setattr(Executable, "ask", lambda self, leaves: asked.append(1) or ask(self, leaves))
+    monkeypatch.setattr(
+        Executable, "ask", lambda self, leaves: asked.append(1) or ask(self, leaves)
+    )
     for _ in range(200):
         captured(X)
     assert len(asked) <= 2
