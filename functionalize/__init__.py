@@ -10,7 +10,7 @@ with only_young_collections():  # a third of the time of the imports below, torc
     from functionalize.calibration.calibrate import calibrate
     from functionalize.deferral.lazy import lazy
     from functionalize.entry import capture
-    from functionalize.errors import FunctionalizeError
+    from functionalize.errors import FunctionalizeError, UncapturableWarning
     from functionalize.fake_world.target import Target
     from functionalize.fake_world.world import world
     from functionalize.functions.aot import (
@@ -31,6 +31,7 @@ __all__ = [
     "FunctionalizeError",
     "Program",
     "Target",
+    "UncapturableWarning",
     "aot_function",
     "calibrate",
     "capture",

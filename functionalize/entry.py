@@ -26,7 +26,7 @@ def capture(
     train_step: Callable[..., Any] | None = None,
     *,
     passes: Sequence[Any] | str = (),
-    on_uncapturable: OnUncapturable = "raise",
+    on_uncapturable: OnUncapturable = "eager",
     max_programs: int = 16,
     backward: bool = False,
     compile: Compile = None,
@@ -39,8 +39,9 @@ def capture(
     """Record `train_step` (any callable) and replay it in later calls; also a decorator.
 
     passes: a pipeline of passes for the programs: its text (`"elide_copies"`) or `Pass` objects, see `docs/passes.md`.
-    on_uncapturable: the behaviour of calls after one that could not be captured: raise `UncapturableError` before
-    anything runs, or run eagerly (one warning names the reason).
+    on_uncapturable: the behaviour of calls after one that could not be captured: "eager" runs them, after one
+    `UncapturableWarning` per reason, with the object, the line and what to change; "raise" raises `UncapturableError`
+    before anything runs, for tests and for those who want to know.
     max_programs: the number of programs that are cached (shapes, train and eval, microbatches); at the limit the least
     recently used one is dropped.
     backward: whether `train_step` is a forward on whose outputs the caller calls `backward()`: the backward becomes a

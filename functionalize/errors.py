@@ -56,6 +56,10 @@ class UncapturableError(FunctionalizeError):
     """A step does something that a program cannot hold, such as state that never settles."""
 
 
+class UncapturableWarning(UserWarning):
+    """A step, or some of its calls, cannot be captured and runs eagerly: why, at which line, and what to change."""
+
+
 class TargetError(FunctionalizeError):
     """A plan lacks a property of its target device, or would have to assume one that was not passed."""
 

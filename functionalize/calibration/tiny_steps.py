@@ -178,7 +178,10 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Non
 
 
 def _eager(device: str, layers: int, shards: bool) -> _Tiny:
-    captured, other = capture(_train, audit=False), _step(device, layers, shards)
+    captured, other = (
+        capture(_train, audit=False, on_uncapturable="raise"),
+        _step(device, layers, shards),
+    )
     _settle(captured, other)
     return _Tiny(_step(device, layers, shards), _program_of(captured))
 
@@ -191,7 +194,9 @@ def _look(x: Tensor, count: int) -> Tensor:
 
 
 def _replay(function: Callable[..., Any], step: tuple[Any, ...]) -> _Tiny:
-    captured = capture(function, passes="default", audit=False, record_after=1)
+    captured = capture(
+        function, passes="default", audit=False, record_after=1, on_uncapturable="raise"
+    )
     _settle(captured, step)
     return _Tiny(step, _program_of(captured), captured)
 

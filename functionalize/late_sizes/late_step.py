@@ -41,6 +41,7 @@ from functionalize.step.stages import Invocation
 from functionalize.step.vote import RARE, Level
 from functionalize.templates.call_keys import LATE, shapes_of, with_late_sizes
 from functionalize.templates.fitting import Sizes
+from functionalize.util.user_warning import warn_uncapturable
 
 log = logging.getLogger("functionalize")
 _DUE = "calls whose sizes the step computes are recorded until they are one program, and one in so many later"
@@ -166,7 +167,7 @@ class LateStep(CapturedStep):
             return
         was_left, self._turn = kind.is_left, kind.turn()
         if kind.is_left and not was_left:
-            log.warning("%s runs eagerly: %s", self._name, kind.group.text)
+            warn_uncapturable(f"{self._name} runs eagerly: {kind.group.text}")
             for group in kind.classes:
                 group.release()
 

@@ -77,6 +77,7 @@ from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.own_values import own_values
 from functionalize.util.process_groups import has_ranks
 from functionalize.util.text import without_numbers
+from functionalize.util.user_warning import warn_uncapturable
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.unread import ReadArguments, looks_at_frames
 
@@ -234,9 +235,8 @@ class CapturedStep(CopiedStep):
         turn = TURNS.take(patience)
         if turn is None and self._patience == PATIENCE:
             self._patience = IMPATIENCE
-            log.warning(
-                "%s runs eagerly where a captured step in another thread runs and waits inside",
-                self._name,
+            warn_uncapturable(
+                f"{self._name} runs eagerly where a captured step in another thread runs and waits inside"
             )
         return turn
 

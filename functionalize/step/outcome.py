@@ -22,6 +22,7 @@ from functionalize.step.recording import RecordingSummary, StepRecording
 from functionalize.step.stats import ProgramCounts
 from functionalize.step.vote import Level, RankVote
 from functionalize.util.text import without_numbers
+from functionalize.util.user_warning import warn_uncapturable
 
 log = logging.getLogger("functionalize")
 
@@ -125,12 +126,9 @@ class UnsettledMisses:
         count, why = self._kinds.get(kind, (0, ""))
         if count and kind not in self._told:
             self._told.add(kind)
-            log.warning(
-                "%s runs eagerly where %s: %d recordings of such calls were not kept, since the step %s",
-                self._name,
-                missed,
-                count,
-                why,
+            warn_uncapturable(
+                f"{self._name} runs eagerly where {missed}: {count} recordings of such calls were not kept, since the "
+                f"step {why}"
             )
         return count > 0
 

@@ -63,6 +63,7 @@ from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.other_threads import reading_thread
 from functionalize.util.process_groups import has_ranks
 from functionalize.util.text import counted
+from functionalize.util.user_warning import warn_uncapturable
 from functionalize.walk.live_places import NO_PLACES
 
 log = logging.getLogger("functionalize")
@@ -266,11 +267,10 @@ class ReplayedStep:
         thread = reading_thread(TURNS.threads)
         if thread is not None and not self._has_warned_of_thread:
             self._has_warned_of_thread = True
-            log.warning(
-                "%s runs eagerly where it would be recorded, and is not audited, while %s may read the numbers that it "
-                "changes: let that thread wait for them by `queue.get()`, and the thread of the step put them there",
-                self._name,
-                thread,
+            warn_uncapturable(
+                f"{self._name} runs eagerly where it would be recorded, and is not audited, while {thread} may read "
+                "the numbers that it changes: let that thread wait for them by `queue.get()`, and the thread of the "
+                "step put them there"
             )
         return thread is not None
 
@@ -282,7 +282,7 @@ class ReplayedStep:
             self.stats.missed(CHOSE)
             return CHOSE
         if DIFFER not in self.stats.guard_failures:
-            log.warning("%s runs eagerly: %s", self._name, DIFFER)
+            warn_uncapturable(f"{self._name} runs eagerly: {DIFFER}")
         return DIFFER
 
     def _replay(self, cached: CachedProgram, call: Call) -> Any:
@@ -318,7 +318,7 @@ class ReplayedStep:
         may_record = policy.may_record(key, miss or cache.miss, cache.looked_slowly)
         if not may_record and policy.news is not None:
             if not self._unsettled.tell(policy.news):
-                log.warning("%s", _DIFFERS.format(self._name, policy.news))
+                warn_uncapturable(_DIFFERS.format(self._name, policy.news))
             policy.news = None
         return may_record
 
@@ -520,5 +520,9 @@ class ReplayedStep:
     def _refuse(self, key: Hashable, error: FunctionalizeError) -> None:
         self._warmups.pop(key, None)
         self._refused[key] = error
-        then = "its next call will raise" if self._options.raises else "it runs eagerly from now on"
-        log.warning("%s cannot be captured, %s: %s", self._name, then, error)
+        if self._options.raises:
+            log.warning("%s cannot be captured, its next call will raise: %s", self._name, error)
+        else:
+            warn_uncapturable(
+                f"{self._name} cannot be captured, it runs eagerly from now on: {error}"
+            )

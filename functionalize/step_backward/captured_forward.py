@@ -76,6 +76,7 @@ from functionalize.step_backward.pair import BackwardProgram, ForwardProgram, is
 from functionalize.step_backward.predicted_forward import PredictedForward
 from functionalize.step_backward.recorded_forward import RecordedForward, note_hooks_inside
 from functionalize.util.gc_pause import only_young_collections
+from functionalize.util.user_warning import warn_uncapturable
 
 log = logging.getLogger("functionalize")
 _PATIENCE = 4  # recorded forwards in a row without a backward, before fewer are recorded
@@ -139,10 +140,9 @@ class CapturedForward(PredictedForward):
         """
         count = self._without_backward[key] = self._without_backward.get(key, 0) + 1
         if count == _PATIENCE + 1:
-            log.warning(
-                "%s is captured with its backward, and no backward is called on its results: call it under "
-                "torch.no_grad(), or capture it without `backward=True`",
-                self._name,
+            warn_uncapturable(
+                f"{self._name} is captured with its backward, and no backward is called on its results: call it under "
+                "torch.no_grad(), or capture it without `backward=True`"
             )
         return count > _PATIENCE and bool(count & (count - 1))
 

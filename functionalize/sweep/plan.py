@@ -192,7 +192,7 @@ class Planner:
                 now.built = now.captured = None
                 gc.collect()
             now.built = self._built(point, wanted)
-            now.captured = capture(self._step, memory=True)
+            now.captured = capture(self._step, memory=True, on_uncapturable="raise")
             now.model_key = repr(wanted)
         return now
 
