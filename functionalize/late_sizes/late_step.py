@@ -179,7 +179,8 @@ class LateStep(CapturedStep):
         self._begin_turn(call)
         if self._turn in (None, Turn.REPLAY):
             return super()._try_replay(call)
-        is_rare, worst = self._turn is Turn.REST, Level.NOT_YET
+        is_rare = self._turn is Turn.REST or not self._may_record(call.key)
+        worst = Level.NOT_YET
         if self._vote is not None:
             worst = self._vote.before_replay(None, is_rare=is_rare)
         elif is_rare:

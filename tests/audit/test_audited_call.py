@@ -215,7 +215,7 @@ def test_raise_raises_after_the_step_has_run() -> None:
 @pytest.mark.usefixtures("guards_off")
 def test_the_third_difference_refuses_the_step() -> None:
     config = {"scale": 0.5}
-    captured = fz.capture(scaled_step(config), audit=2)
+    captured = fz.capture(scaled_step(config), audit=2, on_uncapturable="raise")
     with pytest.raises(UncapturableError, match="replays differ from eager again and again"):
         for i in range(30):
             config["scale"] += 0.25

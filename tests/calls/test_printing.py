@@ -363,7 +363,7 @@ def test_a_replaced_print_is_refused_and_a_later_replacement_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[Any] = []
-    captured = fz.capture(lambda x: (print("a"), x + 1)[1])
+    captured = fz.capture(lambda x: (print("a"), x + 1)[1], on_uncapturable="raise")
     for _ in range(4):
         captured(batch(0))
     assert captured.stats.replays >= 2

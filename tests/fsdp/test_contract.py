@@ -201,7 +201,7 @@ def test_a_step_with_a_new_op_is_refused_by_name(new_op: None) -> None:
         torch.ops.fsdp.shuffle_(x)
         return x + 1
 
-    captured = fz.capture(step)
+    captured = fz.capture(step, on_uncapturable="raise")
     captured(torch.ones(2))
     with pytest.raises(
         fz.FunctionalizeError,
@@ -270,7 +270,7 @@ def elsewhere(forget: str) -> tuple[str, int, int]:
             fewer = {n: e for n, e in tables[kind].items() if n != name}
             fsdp_contract.ATTRIBUTES = {**tables, kind: fewer}
         model, optimizer = wrapped()()
-        captured = fz.capture(steps.plain(model, optimizer))
+        captured = fz.capture(steps.plain(model, optimizer), on_uncapturable="raise")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for batch in steps.pairs(5):
@@ -325,7 +325,7 @@ def read_only(attribute: str) -> list[str]:
         return loss.detach()
 
     group.__class__ = Sealed
-    captured, said = fz.capture(step), []
+    captured, said = fz.capture(step, on_uncapturable="raise"), []
     for batch in steps.pairs(3):
         vars(group)["sealed"] = False
         vars(group)[attribute] = None

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import functionalize as fz
 from functionalize.errors import UncapturableError
+from tests.allowance import ample_allowance
 from tests.fsdp.huggingface import (
     CASES,
     Twin,
@@ -168,6 +169,7 @@ def test_a_mask_that_starts_to_be_full_on_one_rank_is_noticed() -> None:
     assert second.replays >= first.replays  # its own mask is as it was
 
 
+@ample_allowance()
 def looping_experts(build: Callable[..., Twin]) -> Verdict:
     """How many tokens each expert gets varies from call to call, and on each rank."""
     make = partial(build, experts_implementation="eager")
@@ -184,7 +186,7 @@ def test_experts_that_loop_over_those_that_were_hit(build: Callable[..., Twin]) 
 
 def refused_experts() -> str:
     model, optimizer = seeded(lambda: build_mixtral(experts_implementation="eager"))
-    step = fz.capture(train(model, optimizer), dynamic=False)
+    step = fz.capture(train(model, optimizer), dynamic=False, on_uncapturable="raise")
     try:
         for batch in text():
             step(**batch)
@@ -217,7 +219,7 @@ def test_how_many_elements_a_mask_selects_may_vary(name: str) -> None:
 def masks_of_the_model() -> str:
     """SpecAugment draws arrays from numpy's generator."""
     model, optimizer = seeded(lambda: build_wav2vec2("ForCTC", mask_time_length=2))
-    step = fz.capture(train(model, optimizer))
+    step = fz.capture(train(model, optimizer), on_uncapturable="raise")
     try:
         for batch in spoken():
             step(**batch)

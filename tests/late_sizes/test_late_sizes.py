@@ -114,6 +114,7 @@ def test_what_explain_says() -> None:
 
 
 def test_results_of_computed_sizes_are_returned() -> None:
+    torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(8))
     step = fz.capture(
         lambda x: (x * weight.detach())[above((x * weight.detach()).sum(-1))], audit=False

@@ -157,7 +157,7 @@ def test_traced_programs_have_the_bits_of_eager(name: str) -> None:
 
 def refused(body: Body, match: str) -> Tensor:
     """The result of the first call of a captured body; the next one must be refused."""
-    step, x = fz.capture(body, dynamic=False), batches()[0]
+    step, x = fz.capture(body, dynamic=False, on_uncapturable="raise"), batches()[0]
     out = step(x)
     with pytest.raises(UncapturableError, match=match):
         step(x)
@@ -174,7 +174,10 @@ def test_a_product_by_another_name_is_refused() -> None:
     refused(
         lambda x: matmul(several(x), x[None].cos()), r"multiplies a batch.*at .*matmul\(several"
     )
-    own = fz.capture(lambda x: matmul(several(x), x[None]) * 2 if x.requires_grad else matmul(x, x))
+    own = fz.capture(
+        lambda x: matmul(several(x), x[None]) * 2 if x.requires_grad else matmul(x, x),
+        on_uncapturable="raise",
+    )
     for x in batches():
         assert torch.equal(own(x), x @ x)
 

@@ -60,7 +60,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 def refusal(step: Callable[[Tensor], Any], x: Tensor = X) -> str:
     """The error of a step after one call, which was eager's."""
-    captured = fz.capture(step)
+    captured = fz.capture(step, on_uncapturable="raise")
     captured(x)
     with pytest.raises(UncapturableError) as raised:
         captured(x)
@@ -247,7 +247,7 @@ def test_an_effect_of_a_captured_forward_is_refused() -> None:
         sys.stderr.write("a step\n")
         return layer(x).sum()
 
-    captured = fz.capture(loss, backward=True)
+    captured = fz.capture(loss, backward=True, on_uncapturable="raise")
     captured(X).backward()
     with pytest.raises(UncapturableError, match=r"^writes to sys.stderr at"):
         captured(X)
@@ -262,7 +262,7 @@ def test_an_effect_in_a_later_recording_is_refused() -> None:
             stream.write("a step\n")
         return x + 1
 
-    captured = fz.capture(step)
+    captured = fz.capture(step, on_uncapturable="raise")
     for _ in range(4):
         captured(X)
     assert captured.stats.replays >= 2

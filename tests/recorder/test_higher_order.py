@@ -237,7 +237,7 @@ def test_refused_by_name_and_never_broken(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_the_call_after_the_recorded_one_raises() -> None:
     with pytest.raises(UncapturableError, match=r"higher-order op `cond`.*by_cond"):
-        trained(by_cond, fz.capture)
+        trained(by_cond, lambda fn: fz.capture(fn, on_uncapturable="raise"))
 
 
 def test_a_trace_refuses_higher_order_ops() -> None:

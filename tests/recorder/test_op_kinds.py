@@ -154,7 +154,7 @@ def test_more_bins_than_were_asked_for() -> None:
         chosen = (at * weight.detach()[0]).long()
         return (torch.bincount(chosen, minlength=4) * weight.detach().sum()).clone()
 
-    step = fz.capture(fn, dynamic=False)
+    step = fz.capture(fn, dynamic=False, on_uncapturable="raise")
     for last in (1, 2, 3, 3, 1):
         at = torch.tensor([0.0, last])
         assert torch.equal(step(at), fn(at))

@@ -433,7 +433,7 @@ def test_seeding_cuda_where_there_is_none_does_nothing() -> None:
 
 def refusal(step: Callable[..., Any]) -> str:
     """The error of a step that is refused; no call of it may have been replayed."""
-    captured = fz.capture(step)
+    captured = fz.capture(step, on_uncapturable="raise")
     with pytest.raises(FunctionalizeError) as raised:
         for i in range(8):
             captured(batch(i))

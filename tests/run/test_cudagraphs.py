@@ -338,7 +338,7 @@ def test_what_the_host_communicates_is_told() -> None:
 def test_a_captured_step_that_cannot_be_recorded_is_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    step = fz.capture(lambda x: x + 1, compile="cudagraphs")
+    step = fz.capture(lambda x: x + 1, compile="cudagraphs", on_uncapturable="raise")
     x = torch.ones(2)
     with pytest.raises(CompileError, match="is on cpu: move it to the device"):
         for _ in range(4):

@@ -390,7 +390,7 @@ def test_an_object_that_calls_itself_equal_is_another_one() -> None:
 
 
 def test_a_step_that_changes_its_arguments_is_refused() -> None:
-    @fz.capture
+    @fz.capture(on_uncapturable="raise")
     def step(batch: dict[str, Tensor]) -> Tensor:
         batch.pop("y")
         return batch["x"] * 2
@@ -407,7 +407,7 @@ def test_a_result_that_hides_tensors_is_refused() -> None:
     def step(x: Tensor) -> Any:
         return MappingProxyType({"loss": x * 2})
 
-    captured = fz.capture(step)
+    captured = fz.capture(step, on_uncapturable="raise")
     with pytest.raises(
         UncapturableError, match="an object of type mappingproxy that hides tensors"
     ):

@@ -155,7 +155,7 @@ def test_an_effect_that_raises_leaves_the_step_done(error: Exception) -> None:
 
 def test_a_value_with_an_autograd_history_is_refused() -> None:
     twin = Twin(lambda loss: [loss])
-    captured = fz.capture(twin.step, audit=False)
+    captured = fz.capture(twin.step, audit=False, on_uncapturable="raise")
     with pytest.raises(
         UncapturableError, match="writes on the board with a tensor that has an autograd history"
     ):
@@ -164,7 +164,7 @@ def test_a_value_with_an_autograd_history_is_refused() -> None:
 
 def test_a_new_value_that_requires_a_gradient_is_refused() -> None:
     twin = Twin(lambda loss: [loss.detach().requires_grad_()])
-    captured = fz.capture(twin.step, audit=False)
+    captured = fz.capture(twin.step, audit=False, on_uncapturable="raise")
     with pytest.raises(
         UncapturableError, match="writes on the board with a new tensor that requires a gradient"
     ):

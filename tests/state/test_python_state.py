@@ -517,14 +517,14 @@ async def awaited(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("step", [yielding, lambda x: iter([1, 2]), lambda x: map(str, [1])])
 def test_what_runs_after_the_step_is_refused(step: Any) -> None:
-    captured = fz.capture(step)
+    captured = fz.capture(step, on_uncapturable="raise")
     with pytest.raises(UncapturableError, match="runs after the step has returned"):
         for _ in range(4):
             captured(torch.ones(2))
 
 
 def test_a_coroutine_is_refused() -> None:
-    captured = fz.capture(awaited)
+    captured = fz.capture(awaited, on_uncapturable="raise")
     captured(torch.ones(2)).close()
     with pytest.raises(UncapturableError, match="returns a coroutine"):
         captured(torch.ones(2))

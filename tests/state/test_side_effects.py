@@ -22,7 +22,7 @@ X = torch.ones(3)
 
 def refusal(step: Callable[[Tensor], Any], calls: int = 8) -> str:
     """The error of a step that is refused; no call of it may have been replayed."""
-    captured = fz.capture(step)
+    captured = fz.capture(step, on_uncapturable="raise")
     with pytest.raises(UncapturableError) as raised:
         for _ in range(calls):
             captured(X)

@@ -230,7 +230,7 @@ def test_a_refusal_proposes_an_edit_that_works(row):
     def refused(x: Tensor, given: Tensor) -> Any:
         return row.refused(o, x, given)
 
-    step = fz.capture(refused, audit=False)
+    step = fz.capture(refused, audit=False, on_uncapturable="raise")
     with pytest.raises(FunctionalizeError) as found:
         _runs(lambda owner, *args: step(*args), row, o)
     message = str(found.value)
@@ -242,7 +242,7 @@ def test_a_refusal_proposes_an_edit_that_works(row):
     def edited(x: Tensor, given: Tensor) -> Any:
         return row.edited(o, x, given)
 
-    step = fz.capture(edited, audit=False)
+    step = fz.capture(edited, audit=False, on_uncapturable="raise")
     found = _runs(lambda owner, *args: step(*args), row, o)
     assert found == _runs(row.edited, row, Owner())
     assert step.stats.replays >= 5
@@ -281,7 +281,7 @@ def _gathers_tensors(x: Tensor) -> Tensor:
 
 
 def _exchanges(name: str) -> Any:
-    step = fz.capture(globals()[name], audit=False)
+    step = fz.capture(globals()[name], audit=False, on_uncapturable="raise")
     for _ in range(6):
         try:
             result = step(torch.randn(3) + dist.get_rank())

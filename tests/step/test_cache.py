@@ -182,7 +182,7 @@ def test_on_uncapturable_eager_warns_once_and_goes_on(caplog: Any) -> None:
 
 def test_on_uncapturable_raise_runs_nothing() -> None:
     step, _ = refused_step()
-    captured = fz.capture(step, dynamic=False)
+    captured = fz.capture(step, dynamic=False, on_uncapturable="raise")
     captured(torch.ones(2))
     for _ in range(2):
         with pytest.raises(UncapturableError, match="whose size depends on data"):
@@ -246,7 +246,7 @@ def test_a_tensor_that_no_program_can_hold_does_not_stop_the_step(fn: Any) -> No
 def test_a_tensor_of_more_than_a_storage_is_refused_by_its_op(fn: Any, op: str) -> None:
     with pytest.raises(UnsupportedTensorError, match=re.escape(op + MORE)):
         fz.trace(fn, torch.eye(3))  # on fakes, which do not say that they are quantised
-    step = fz.capture(fn)
+    step = fz.capture(fn, on_uncapturable="raise")
     assert torch.equal(step(torch.eye(3)), fn(torch.eye(3)))
     with pytest.raises(UncapturableError, match=re.escape(op + MORE)):
         step(torch.eye(3))
@@ -274,7 +274,7 @@ def test_a_tensor_of_more_than_a_storage_that_is_given(make: Any, kind: str) -> 
     with pytest.raises(UnsupportedTensorError, match=told):
         fz.trace(step, given)
     with pytest.raises(UnsupportedTensorError, match=told):
-        fz.capture(step)(given)
+        fz.capture(step, on_uncapturable="raise")(given)
     eager = fz.capture(step, on_uncapturable="eager")
     for _ in range(3):
         assert torch.equal(eager(given), step(given))
@@ -337,7 +337,7 @@ def test_a_bug_is_called_one_and_costs_no_step(monkeypatch: Any, caplog: Any) ->
         raise KeyError("lost")
 
     monkeypatch.setattr(StepRecording, "program", broken)
-    step = fz.capture(lambda x: x + 1)
+    step = fz.capture(lambda x: x + 1, on_uncapturable="raise")
     assert torch.equal(step(torch.ones(2)), torch.ones(2) + 1)
     with pytest.raises(
         UncapturableError, match="a bug in functionalize: KeyError: 'lost'"

@@ -230,7 +230,7 @@ def test_a_literal_is_a_constant_once_it_is_seen_twice() -> None:
 
 
 def refused(step: Callable[..., Any]) -> str:
-    captured = fz.capture(step)
+    captured = fz.capture(step, on_uncapturable="raise")
     with pytest.raises(UncapturableError) as raised:
         for i in range(10):
             captured(batch(i))
@@ -517,11 +517,11 @@ def test_a_method_of_an_object_that_can_hold_no_program() -> None:
     class Slotted:
         __slots__ = ()
 
-        @fz.capture
+        @fz.capture(on_uncapturable="raise")
         def step(self, x: Tensor) -> Tensor:
             return x + 1
 
-        @fz.capture(on_uncapturable="eager")
+        @fz.capture
         def eager(self, x: Tensor) -> Tensor:
             return x + 1
 

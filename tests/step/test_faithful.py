@@ -139,7 +139,7 @@ def test_a_change_between_steps_is_seen(change: Callable[[World], None]) -> None
 
 def refusal(step: Callable[..., Any], calls: int = 8, **options: Any) -> str:
     """The error of a step that is refused; no call of it may have been replayed."""
-    captured = fz.capture(step, **options)
+    captured = fz.capture(step, **options, on_uncapturable="raise")
     with pytest.raises(UncapturableError) as raised:
         for i in range(calls):
             captured(batch(i))
@@ -153,7 +153,7 @@ SCALE = torch.ones(())  # no argument, and no constant
 def test_the_recorded_step_is_returned_and_the_next_call_raises() -> None:
     seen = []
     selected = lambda x: (seen.append(1), x[x * SCALE > 0].sum())[1]  # noqa: E731
-    captured = fz.capture(selected, dynamic=False)
+    captured = fz.capture(selected, dynamic=False, on_uncapturable="raise")
     assert torch.equal(captured(batch(0)), batch(0)[batch(0) > 0].sum())
     with pytest.raises(UncapturableError, match="size depends on data"):
         captured(batch(1))

@@ -308,7 +308,7 @@ def test_a_bug_while_a_program_is_made(
     monkeypatch: pytest.MonkeyPatch, break_it: Callable[..., None], error: Exception
 ) -> None:
     """The step's result is returned; the next call raises before anything runs."""
-    twins = Twins(passes="default")
+    twins = Twins(passes="default", on_uncapturable="raise")
     assert twins.call(0) is None
     with monkeypatch.context() as patched:
         break_it(patched, error)
@@ -350,7 +350,7 @@ class Dead:
 def test_a_bug_before_the_step() -> None:
     """Where looking at what the step can reach fails, the step runs eagerly all the same."""
     gone = weakref.proxy(Dead())
-    captured = fz.capture(lambda x: (gone, x + 1)[1])
+    captured = fz.capture(lambda x: (gone, x + 1)[1], on_uncapturable="raise")
     assert torch.equal(captured(batch(0)), batch(0) + 1)
     with pytest.raises(UncapturableError, match="ReferenceError"):
         captured(batch(1))

@@ -251,7 +251,7 @@ class Fails(Pass):
 
 
 def test_a_pass_that_fails_later_refuses_the_kind_alone() -> None:
-    step = fz.capture(lambda x: x.sin(), passes=[Fails()], audit=False)
+    step = fz.capture(lambda x: x.sin(), passes=[Fails()], audit=False, on_uncapturable="raise")
     for rows in (3, 3, *[4] * 9):  # when the pass fails the call runs eagerly
         assert torch.equal(step(torch.ones(rows)), torch.ones(rows).sin())
     with pytest.raises(PassError, match="not for four"):

@@ -262,7 +262,7 @@ def test_a_captured_forward_refuses_to_move_state_with_the_line() -> None:
         loss: Tensor = w.model(x).square().mean()
         return loss
 
-    captured = fz.capture(forward, backward=True)
+    captured = fz.capture(forward, backward=True, on_uncapturable="raise")
     with pytest.raises(
         UncapturableError, match=r"`w.n` is 2, was 1\n  `n` of a World\n  changed at .*w.n \+= 1"
     ):

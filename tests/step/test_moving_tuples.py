@@ -177,7 +177,7 @@ def _carried(change: Callable[[Any, Tensor], None]) -> tuple[Any, Any]:
         change(space, x)
         return space.a[0].sum()
 
-    return fz.capture(step), space
+    return fz.capture(step, on_uncapturable="raise"), space
 
 
 def test_one_tuple_in_two_places() -> None:
@@ -293,7 +293,7 @@ def test_number_that_moves_in_tuple_is_refused() -> None:
         keeper.state = (h + x, n + 1)
         return h.sum()
 
-    captured = fz.capture(step)
+    captured = fz.capture(step, on_uncapturable="raise")
     with pytest.raises(UncapturableError, match=r"keeper\.state"):
         for _ in range(8):
             captured(torch.ones(2))
@@ -307,7 +307,7 @@ def test_history_is_refused() -> None:
         keeper.state = (keeper.state[0].detach() + x.sum() * weight.sum(),)
         return keeper.state[0].sum().detach()
 
-    captured = fz.capture(step)
+    captured = fz.capture(step, on_uncapturable="raise")
     with pytest.raises(UncapturableError, match="autograd history: detach it"):
         for _ in range(8):
             captured(torch.ones(2))

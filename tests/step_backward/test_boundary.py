@@ -40,7 +40,9 @@ def twins(make: Callable[[nn.Module], Loss] = loss_of) -> list[tuple[Any, Any]]:
         torch.manual_seed(0)
         model = Model()
         fn = make(model)
-        found.append((model, fz.capture(fn, backward=True) if captured else fn))
+        found.append(
+            (model, fz.capture(fn, backward=True, on_uncapturable="raise") if captured else fn)
+        )
     return found
 
 
@@ -457,7 +459,7 @@ def test_a_result_that_is_a_leaf_of_the_forward_is_refused() -> None:
     def forward(x: Tensor) -> Any:
         return model(x).sum(), torch.ones(2, requires_grad=True)
 
-    captured = fz.capture(forward, backward=True)
+    captured = fz.capture(forward, backward=True, on_uncapturable="raise")
     captured(torch.ones(1, 2))[0].backward()
     with pytest.raises(UncapturableError, match=r"returns a parameter .* that no module holds"):
         captured(torch.ones(1, 2))

@@ -94,7 +94,7 @@ def eager(case: Any) -> list[Any]:
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ADD_HOOKS])
 def test_inside_a_captured_step(name: str) -> None:
     m, case = model(), CASES[name]
-    step = fz.capture(lambda x: case(m, x, EAGER))
+    step = fz.capture(lambda x: case(m, x, EAGER), on_uncapturable="raise")
     if name in NOT_INSIDE:
         step(torch.ones(5, 3))
         with pytest.raises(UncapturableError, match=NOT_INSIDE[name]):

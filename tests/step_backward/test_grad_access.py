@@ -68,7 +68,7 @@ def test_the_refusal_names_the_line() -> None:
         out.register_hook(lambda grad: reads(layer, seen))
         return out.sum()
 
-    captured = fz.capture(forward, backward=True)
+    captured = fz.capture(forward, backward=True, on_uncapturable="raise")
     captured(torch.ones(3, 2)).backward()
     with pytest.raises(
         UncapturableError, match=r"reads or assigns the `.grad` of a leaf \(\[2, 2\]\)"

@@ -57,7 +57,7 @@ def test_a_backward_in_another_thread_is_refused_at_the_first_call(worker: Worke
         worker.asked.put(loss)
         worker.done.get()
 
-    step = fz.capture(training(elsewhere))
+    step = fz.capture(training(elsewhere), on_uncapturable="raise")
     step(torch.ones(2, 3))
     said = r"backward runs in another thread \(worker\) at .*loss.backward\(\).*call backward\(\) in that thread"
     with pytest.raises(UncapturableError, match=said):

@@ -329,7 +329,7 @@ def test_state_of_synchronization_is_a_guard(name: str) -> None:
 )
 def test_what_cannot_be_read_is_refused_by_name(make: Callable[[], Any], word: str) -> None:
     special = make()
-    step = fz.capture(lambda x: x * (2 if special else 3))
+    step = fz.capture(lambda x: x * (2 if special else 3), on_uncapturable="raise")
     with pytest.raises(UncapturableError, match=rf"`special` \(an? {word}\)"):
         for _ in range(3):
             step(torch.ones(1))
@@ -351,7 +351,7 @@ def test_a_weak_reference_that_a_program_would_keep_alive_is_refused(
 ) -> None:
     held = make()
     reference = weakref.ref(held)
-    step = fz.capture(lambda x: x * (2 if reference() is None else 3))
+    step = fz.capture(lambda x: x * (2 if reference() is None else 3), on_uncapturable="raise")
     with pytest.raises(UncapturableError, match=r"`reference` \(a weak reference to an? "):
         for _ in range(3):
             step(torch.ones(1))

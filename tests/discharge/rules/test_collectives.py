@@ -456,7 +456,7 @@ def refusal(name: str, rank: int) -> str:
     store = dist.HashStore() if backend == "gloo" else FakeStore()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     try:
-        captured = fz.capture(REFUSALS[name][0])
+        captured = fz.capture(REFUSALS[name][0], on_uncapturable="raise")
         captured(torch.ones(4))
         with pytest.raises(FunctionalizeError) as error:
             captured(torch.ones(4))

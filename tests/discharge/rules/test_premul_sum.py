@@ -109,7 +109,7 @@ def test_a_factor_that_is_a_tensor_is_refused():
         dist.all_reduce(x, dist._make_nccl_premul_sum(torch.tensor(0.5)))
         return x
 
-    captured = fz.capture(step)
+    captured = fz.capture(step, on_uncapturable="raise")
     with fake_process_group(0, 2):
         captured(torch.ones(2))
         captured(torch.ones(2))
