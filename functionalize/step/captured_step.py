@@ -55,7 +55,7 @@ from functionalize.step.copies import CopiedStep
 from functionalize.step.explain import explanation
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Built, NotYet, Outcome, Refused, Unkept, WarmUp
-from functionalize.step.policy import BUILDING, Policy
+from functionalize.step.policy import BUILDING
 from functionalize.step.recording import StepRecording
 from functionalize.step.replayed_step import EVERY_CALL, WAITS
 from functionalize.step.stages import (
@@ -129,7 +129,7 @@ class CapturedStep(CopiedStep):
 
     def forget(self) -> None:
         """Drop every program; the next call is recorded, and kept at once if the step was captured before."""
-        self._policy = Policy(self._options.record_after)
+        self._policy = self._options.policy()
         self._cache, self._lengths = self._empty_cache(), self._options.lengths()
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -15,6 +15,7 @@ from functionalize.program.collective_order import fingerprints, groups_of
 from functionalize.program.program import Program
 from functionalize.run import runner
 from functionalize.run.boxed import boxed
+from functionalize.step.policy import Policy
 from functionalize.templates.template import EARLY, FEWEST
 
 log = logging.getLogger("functionalize")
@@ -105,6 +106,10 @@ class CaptureOptions:
             dynamic,
             why_static,
         )
+
+    def policy(self) -> Policy:
+        """When the step records, audits and compares; whoever asks for predictions or reports pays for them."""
+        return Policy(self.record_after, self.dynamic in (False, "auto") and not self.memory)
 
     def lengths(self) -> LengthClasses | None:
         """What predicts programs for other sizes; None without `dynamic`."""

@@ -15,7 +15,7 @@ take the time all of these are smaller. So what a call may cost follows from the
 on all ranks with the same calls, and in every run. What replays return pays for recordings, up to a limit: a step that
 has replayed for a week and no longer settles must not cost hours.
 
-Options that ask for more work are not counted: `record_after=1`, `audit=n`, `memory=True`.
+Options that ask for more work are outside of it: `record_after=1`, `dynamic=True`, `audit=n`, `memory=True`.
 
 Note [Questions]
 A guard asks a question (`off.id + 1`, `int(m.ptr)` in line 20), and recordings of one kind differ in its answer. An
@@ -322,10 +322,15 @@ class Rest:
 
 
 class Policy:
-    """When a step records, audits and compares. record_after: calls of a kind, see `Kinds`."""
+    """When a step records, audits and compares.
 
-    def __init__(self, record_after: int) -> None:
-        self.ledger = Ledger(record_after > 1)
+    record_after: calls of a kind, see `Kinds`; 1: every call that no program covers is recorded. is_bounded: whether
+    the ledger refuses anything.
+    """
+
+    def __init__(self, record_after: int, is_bounded: bool = True) -> None:
+        self._records_all = record_after == 1
+        self.ledger = Ledger(is_bounded and not self._records_all)
         self.kinds = Kinds(record_after)
         self.questions = Questions()
         self.rest = Rest()
@@ -339,7 +344,7 @@ class Policy:
         looked_slowly: whether all guards of a program were asked.
         """
         ledger = self.ledger
-        if not ledger.is_bounded:
+        if self._records_all:
             return True
         can_pay = ledger.can_pay(RECORDING + BUILDING)
         if miss is not None:

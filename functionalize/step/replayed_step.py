@@ -44,7 +44,7 @@ from functionalize.step.cache import (
 )
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Refused, Unkept, UnsettledMisses
-from functionalize.step.policy import AUDIT, LOST_GRAPH, Policy
+from functionalize.step.policy import AUDIT, LOST_GRAPH
 from functionalize.step.recording import RecordingSummary
 from functionalize.step.stages import MAX_WARMUPS, Invocation
 from functionalize.step.stats import Stats
@@ -89,7 +89,7 @@ class ReplayedStep:
         self.stats = Stats()
         self._fn, self._options = train_step, options
         self._name = getattr(train_step, "__name__", type(train_step).__name__)
-        self._policy = Policy(options.record_after)
+        self._policy = options.policy()
         self._cache, self._sizes = self._empty_cache(), DataSizes()
         self._lengths = options.lengths()
         self._warmups: dict[Hashable, Unkept] = {}  # by the key of a call
@@ -392,6 +392,12 @@ class ReplayedStep:
         if is_long and self._vote is None and not must_vote(recorder):
             unkept = self._warmups[call.key]
             unkept.waits, unkept.has_waited = CALLS_BEFORE_SECOND_RECORDING, True
+            log.info(
+                "%s runs eagerly for %d calls before it is recorded and its passes run, which take as long as some 20 "
+                "steps: with `record_after=1` they run at once",
+                self._name,
+                CALLS_BEFORE_SECOND_RECORDING,
+            )
 
     def _compares_sizes(self, key: Hashable) -> bool:
         """Whether programs for other sizes may be made from recordings of this kind of call."""
