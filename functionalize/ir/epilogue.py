@@ -14,7 +14,7 @@ first, and is undone if it fails: until it has succeeded, the caller's data is u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -81,10 +81,22 @@ def alias(tensor: Tensor, geometry: Geometry) -> Tensor:
     return aten._neg_view.default(made) if g.neg else made
 
 
+def whole_copies(actions: Sequence[Action], geometries: Mapping[int, Geometry]) -> frozenset[int]:
+    """The ids of the copies into all of an input. geometries: of inputs, as guards have compared them."""
+    copies = (a for a in actions if isinstance(a, Copy))
+    return frozenset(id(a) for a in copies if geometries.get(a.input) == a.geometry)
+
+
 def apply_epilogue(
-    actions: Sequence[Action], inputs: Sequence[Tensor], results: Sequence[Any]
+    actions: Sequence[Action],
+    inputs: Sequence[Tensor],
+    results: Sequence[Any],
+    whole: Container[int] = (),
 ) -> Sequence[Tensor]:
-    """Run every action, in order (under `no_grad`); returns, per input, a tensor on the storage it had on entry."""
+    """Run every action, in order (under `no_grad`); returns, per input, a tensor on the storage it had on entry.
+
+    whole: see `whole_copies`.
+    """
     # A `Set` moves the input tensor itself: an alias keeps the storage of entry for the other actions.
     homes = inputs
     moved = {a.input for a in actions if isinstance(a, Set)}
@@ -93,7 +105,7 @@ def apply_epilogue(
     _grow([a for a in actions if isinstance(a, Resize)], homes)
     for kind, group in groupby(actions, type):
         if kind is Copy:
-            _copy_all(list(group), homes, results)  # type: ignore[arg-type]
+            _copy_all(list(group), homes, results, whole)  # type: ignore[arg-type]
             continue
         for action in group:
             if isinstance(action, Resize):
@@ -125,7 +137,9 @@ def _grow(resizes: Sequence[Resize], homes: Sequence[Tensor]) -> None:
         raise
 
 
-def _copy_all(copies: Sequence[Copy], homes: Sequence[Tensor], results: Sequence[Any]) -> None:
+def _copy_all(
+    copies: Sequence[Copy], homes: Sequence[Tensor], results: Sequence[Any], whole: Container[int]
+) -> None:
     """Run several copies by one foreach call: a step writes hundreds of parameters and optimizer states.
 
     A result that is None was written by the graph's runner already.
@@ -133,7 +147,10 @@ def _copy_all(copies: Sequence[Copy], homes: Sequence[Tensor], results: Sequence
     copies = [c for c in copies if results[c.slot] is not None]
     if not copies:
         return
-    targets = [window(homes[c.input], c.geometry) for c in copies]
+    # Reading a geometry takes as long as a fifth of a small copy.
+    targets = [
+        homes[c.input] if id(c) in whole else window(homes[c.input], c.geometry) for c in copies
+    ]
     torch._foreach_copy_(targets, [results[c.slot] for c in copies])
 
 

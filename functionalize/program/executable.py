@@ -24,9 +24,9 @@ from functionalize._compat.dispatch import is_profiling
 from functionalize._compat.graphs import pytree
 from functionalize.errors import GuardError
 from functionalize.ir.commit import Commit, commit
-from functionalize.ir.epilogue import Action, apply_epilogue
+from functionalize.ir.epilogue import Action, apply_epilogue, whole_copies
 from functionalize.ir.generators import generators_restored_on_error, is_random
-from functionalize.ir.guards import Guard, Miss, NanGuard, ValueGuard, first_failure
+from functionalize.ir.guards import Guard, Miss, NanGuard, TensorGuard, ValueGuard, first_failure
 from functionalize.ir.inputs import Call, InputSpec
 from functionalize.ir.outputs import OutputBuilder, OutputRole, SourceItself, viewed_by
 from functionalize.program.gloo_waits import added_waits
@@ -91,6 +91,9 @@ class Executable:
     _builder: OutputBuilder | None = field(default=None, init=False, repr=False)
     _rebuild: Callable[[list[Any]], Any] | None = field(default=None, init=False, repr=False)
     _repeats: Repeats | None = field(default=None, init=False, repr=False)
+    _whole_copies: tuple[Any, frozenset[int]] = field(
+        default=(None, frozenset()), init=False, repr=False
+    )
     _known: KnownInputs = field(default_factory=KnownInputs, init=False, repr=False)
 
     def __repr__(self) -> str:
@@ -246,13 +249,22 @@ class Executable:
             with generators_restored_on_error() if self._random else nullcontext():
                 results = self.results(call, vote, writes=True)
                 call.committed = True
-                homes = apply_epilogue(self.epilogue, call.inputs, results)
+                homes = apply_epilogue(self.epilogue, call.inputs, results, self._whole())
             if self._builder is None or self._builder.roles is not self.outputs:
                 self._builder = OutputBuilder(self.outputs)
                 self._rebuild = rebuilder(self.out_spec)
             assert self._rebuild is not None
             outs = self._builder.build(call, homes, results)
         return self._rebuild(outs)
+
+    def _whole(self) -> frozenset[int]:
+        """The copies of the epilogue into all of an input, by the geometries that guards compare."""
+        of = self._whole_copies[0]
+        if of is None or of[0] is not self.epilogue or of[1] is not self.guards:
+            compared = (g for g in self.guards if isinstance(g, TensorGuard))
+            found = whole_copies(self.epilogue, {g.input: g.spec.geometry for g in compared})
+            self._whole_copies = (self.epilogue, self.guards), found
+        return self._whole_copies[1]
 
     def results(self, call: Call, vote: Vote | None, writes: bool = False) -> Sequence[Any]:
         """The graph's results, after the guards on numbers; before the epilogue.
