@@ -94,6 +94,7 @@ class Executable:
     _whole_copies: tuple[Any, frozenset[int]] = field(
         default=(None, frozenset()), init=False, repr=False
     )
+    _looked_slowly: bool = field(default=False, init=False, repr=False)
     _known: KnownInputs = field(default_factory=KnownInputs, init=False, repr=False)
 
     def __repr__(self) -> str:
@@ -205,13 +206,20 @@ class Executable:
         call, failure = self.ask(leaves)
         return call if failure is None else failure
 
+    @property
+    def looked_slowly(self) -> bool:
+        """Whether the last call was asked for by a guard that takes as long as a small step."""
+        return self._looked_slowly
+
     def ask(self, leaves: Sequence[Any]) -> tuple[Call, str | None]:
         """Ask every guard and every source: the call, and why it is not covered.
 
         A miss is of a number: all guards that are not on numbers hold then, and the inputs are found.
         """
         call, missed = Call(leaves, []), None
+        self._looked_slowly = False
         for fact in self.facts:
+            self._looked_slowly |= getattr(fact, "is_slow", False)
             try:
                 failure = fact.failure(call)
             except (LookupError, AttributeError) as error:

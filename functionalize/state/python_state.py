@@ -20,7 +20,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from functionalize._compat.modules import hooks_of_optimizers
 from functionalize.calls.draws import process_generators as drawn_from
@@ -64,6 +64,7 @@ class SurroundingsGuard:
     state: PythonState
     stale: str | None = None
     entries: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    is_slow: ClassVar[bool] = True  # it walks all objects where something has changed
 
     @staticmethod
     def of(fn: Callable[..., Any], state: PythonState) -> SurroundingsGuard:

@@ -194,6 +194,7 @@ class ProgramCache:
         self._held: set[CachedProgram] = set()  # those whose guards held
         self.reason = ""
         self.miss: Miss | None = None
+        self.is_hurried = False  # whether no program is asked all of its guards
         self._left: list[CachedProgram] = []  # to be tried
         self._unknown: list[CachedProgram] = []  # of those tried, whose guards must be asked
         self.looked_slowly = False
@@ -271,9 +272,13 @@ class ProgramCache:
             else:
                 self._fails(cached, call)
         self._left, self._unknown = [c for c in unknown if c not in self._other_state], []
+        if self.is_hurried and self._left:
+            self.missed("the step rests: calls like the last ones were of no use")
+            return
         while self._left:
-            cached, self.looked_slowly = self._left.pop(0), True
+            cached = self._left.pop(0)
             found = cached.program.resolve_anew(leaves)
+            self.looked_slowly |= cached.program.looked_slowly
             if isinstance(found, Call):
                 self._held.add(cached)
                 yield cached, found

@@ -278,9 +278,9 @@ class CapturedStep(CopiedStep):
         if self._is_left_eager or self._vote is not None:
             return self._is_left_eager
         rest = self._policy.rest
-        if rest.takes_call():
+        if self._cache.is_hurried or rest.takes_call():
             return True
-        if self._cache.thrashing or rest.is_vain(self.stats.replays + self.stats.audits):
+        if self._cache.thrashing or rest.goes_on(self.stats.replays + self.stats.audits):
             self._cache.give_up()
             rest.begin(self.stats.replays + self.stats.audits)
             return rest.takes_call()
@@ -292,9 +292,13 @@ class CapturedStep(CopiedStep):
         return self._unsettled.skips(call.reason, most)
 
     def _rests(self) -> bool:
-        """Whether the step rests as a whole: then a call costs nothing beyond eager."""
+        """Whether the step rests, and asks no program: then a call costs nothing beyond eager."""
         rest = self._policy.rest
-        return rest.is_whole_or(not len(self._cache) and self._vote is None) and rest.takes_call()
+        if rest.is_vain:
+            self._cache.is_hurried = not rest.asks_none and rest.takes_call()
+            return rest.asks_none and rest.takes_call()
+        self._cache.is_hurried = False
+        return not len(self._cache) and self._vote is None and rest.takes_call()
 
     # -- record, judge, build, agree, keep -----------------------------------------------------
 
@@ -382,7 +386,7 @@ class CapturedStep(CopiedStep):
         compares, together = self._options.compares, run.rendezvous
         agreed = agree(outcome, run.recorder, self._vote, compares, rerun, together)
         if agreed.vote is not None and self._vote is None:
-            self._policy.rest.is_of_use()  # from now on ranks rest together
+            self._policy.rest.begin_together()
         self._vote = agreed.vote
         self._keep(agreed.outcome, call)
         if isinstance(agreed.outcome, Built):

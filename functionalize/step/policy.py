@@ -262,14 +262,15 @@ class Rest:
         rest.begin(replays)     programs were dropped one after the other without a replay, as many as there may be
         rest.takes_call()       whether this call is a part of the rest; counts it
 
-    Each rest is twice as long as the one before. Invariant: where ranks vote, all of them have called these alike.
+    Each rest is twice as long as the one before. In the rest of a step that was of use, those programs are still asked
+    that take no time: an evaluation is over, and training goes on.
+    Invariant: where ranks vote, all of them have called these alike.
     """
 
     def __init__(self) -> None:
         self._left = self._in_vain = 0
-        self._is_whole = (
-            False  # whether this rest is one of all calls, whichever programs there are
-        )
+        self._is_vain = False  # whether this rest is one after calls in vain
+        self._was_of_use = False  # whether a program was replayed
         self._length = _VAIN_IN_A_ROW
         self._long = _LONGEST_REST
         # Since the last rest after `begin`; None: there was none, or a program was of use after it.
@@ -287,21 +288,34 @@ class Rest:
         if self._in_vain >= _VAIN_IN_A_ROW:
             # One further call like this, and it rests again.
             self._left, self._in_vain = self._length, _VAIN_IN_A_ROW - 1
-            self._is_whole = True
+            self._is_vain = True
             self._length = min(2 * self._length, _LONGEST_REST)
 
     def is_of_use(self) -> None:
-        """A program was replayed, or audited; or ranks begin to vote."""
-        self._in_vain, self._length = 0, _VAIN_IN_A_ROW
+        """A program was replayed, or audited."""
+        self._in_vain, self._length, self._was_of_use = 0, _VAIN_IN_A_ROW, True
+        if self._is_vain:
+            self._left = 0
+
+    def begin_together(self) -> None:
+        """Ranks begin to vote: what they do alike counts from now on."""
+        self.is_of_use()
+        self._was_of_use = False
 
     def begin(self, replays: int) -> None:
         """Give the step up. replays: of its programs so far."""
-        self._left, self._long, self._is_whole = self._long, 2 * self._long, False
+        self._left, self._long, self._is_vain = self._long, 2 * self._long, False
         self._recordings, self._replays = 0, replays
 
-    def is_whole_or(self, is_idle: bool) -> bool:
-        """Whether programs are not asked in this rest. is_idle: there are none."""
-        return self._is_whole or is_idle
+    @property
+    def is_vain(self) -> bool:
+        """Whether it is a rest after calls in vain."""
+        return self._is_vain and self._left > 0
+
+    @property
+    def asks_none(self) -> bool:
+        """Whether no program is asked in such a rest."""
+        return not self._was_of_use
 
     def takes_call(self) -> bool:
         """Whether this call is a part of the rest; counts it."""
@@ -310,7 +324,7 @@ class Rest:
         self._left -= 1
         return True
 
-    def is_vain(self, replays: int) -> bool:
+    def goes_on(self, replays: int) -> bool:
         """Whether a call that no program covers is not worth a recording; counts the recordings after a rest."""
         if self._recordings is None:
             return False

@@ -155,7 +155,8 @@ class ReplayedStep:
             is_rare = self._is_unpredicted(call)
             matching = self._cache.matching(call.key, call.leaves, call.spec)
             found = None if is_rare else next(matching, None)
-            is_vain = found is None and not is_rare and not self._may_record(call.key)
+            is_vain = found is None and not is_rare
+            is_vain = is_vain and (self._cache.is_hurried or not self._may_record(call.key))
         is_due = found is not None and self._is_due(found[0])
         if found is not None and is_due and not waits and self._is_read_elsewhere():
             if found[0].prediction is not None:  # it is compared before it is replayed
@@ -172,7 +173,7 @@ class ReplayedStep:
             self._is_left_eager = is_eager or worst is Level.DIFFERENT
             is_first = found is not None and found[0].prediction is not None
             is_due = worst is Level.AUDITED or (is_eager and is_first)
-            if worst is Level.VAIN:
+            if worst is Level.VAIN and not self._cache.is_hurried:
                 self._policy.rest.is_in_vain()
             if is_eager and not is_first:
                 self.stats.rare += 1

@@ -17,6 +17,7 @@ from functionalize.errors import InvariantError, PassError, UncapturableError
 from functionalize.passes import Pass
 from functionalize.program.program import Program
 from functionalize.step import vote as agreement
+from tests.allowance import ample_allowance
 from tests.fsdp.pair import Pair
 from tests.fsdp.sharded import build_mlp
 from tests.fsdp.steps import pairs
@@ -209,6 +210,7 @@ def test_a_rank_that_takes_no_part_is_told_of() -> None:
     )
 
 
+@ample_allowance()
 def unsharded_ahead() -> tuple[list[str], str]:
     """Every call ends by starting the unshard that the next one waits for."""
     found: list[str] = []

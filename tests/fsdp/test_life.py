@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
+from tests.allowance import ample_allowance
 from tests.fsdp.twins import (
     checkpoint_of,
     checkpoints_differ,
@@ -121,6 +122,7 @@ def more_dropout(script: Script) -> None:
 Call = tuple[int, bool]  # rows, the last microbatch
 
 
+@ample_allowance()
 def life(phases: list[tuple[list[Action], list[Call]]]) -> tuple[list[str], Any, str]:
     ours, eager = Script(), Script()
     captured = fz.capture(ours.step)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 
 import functionalize as fz
+from tests.allowance import ample_allowance
 from tests.laws.moving_worlds import MovingExample, MovingWorld, moving_examples
 from tests.laws.python_worlds import Example, World, examples
 from tests.step.moving_steps import difference
@@ -19,6 +20,7 @@ SEEN: Counter[str] = Counter()
 X = torch.tensor([[1.0, 2.0]])
 
 
+@ample_allowance()
 def check(example: Example) -> None:
     """Train a copy by eager and one by a captured step."""
     eager, ours = World(example), World(example)

@@ -194,7 +194,7 @@ def test_what_cannot_be_compiled_is_told_and_no_step_is_lost(
         raise error
 
     monkeypatch.setattr(inductor, "inductor_region", fails)
-    eager, ours = twin()[1], fz.capture(twin()[1], compile="inductor")
+    eager, ours = twin()[1], fz.capture(twin()[1], compile="inductor", on_uncapturable="raise")
     torch.manual_seed(1)
     x = torch.randn(4, 8)
     calls = 0
