@@ -54,6 +54,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.exposed
 	$(BIN)/python -m benchmarks.peers
 	$(BIN)/python -m benchmarks.dynamic
+	$(BIN)/python -m benchmarks.bound
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.passes
 	$(BIN)/python -m benchmarks.memory_truth
