@@ -98,22 +98,22 @@ def counter_in_buffer_as_key(t: Trainer, x: Tensor) -> Tensor:
     return t.update(t.table.get(int(t.model.pointer), 1.0) * t.loss_of(x))
 
 
-@stream
-def pointer_of_12_positions(t: Trainer, x: Tensor) -> Tensor:
+def _at_pointer(t: Trainer, x: Tensor, positions: int) -> Tensor:
     at = int(t.model.pointer)
     t.ring[at] = x[0]
     t.model.pointer += 1
-    t.model.pointer %= 12
+    t.model.pointer %= positions
     return t.update(t.loss_of(x) + t.ring.square().mean())
+
+
+@stream
+def pointer_of_12_positions(t: Trainer, x: Tensor) -> Tensor:
+    return _at_pointer(t, x, 12)
 
 
 @stream
 def pointer_of_2_positions(t: Trainer, x: Tensor) -> Tensor:
-    at = int(t.model.pointer)
-    t.ring[at] = x[0]
-    t.model.pointer += 1
-    t.model.pointer %= 2
-    return t.update(t.loss_of(x) + t.ring.square().mean())
+    return _at_pointer(t, x, 2)
 
 
 @stream

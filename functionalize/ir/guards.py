@@ -21,7 +21,7 @@ class Miss(str):
 
         miss = Miss("`n + 1` at train.py:9 is 4, was 3", "`n + 1` at train.py:9", "4")
 
-    asked: the question as other programs may ask it, see `answers_of`; None: only this one does.
+    asked: the question as other programs may ask it, see `answers_among`; None: only this one does.
     """
 
     __slots__ = ("answer", "asked", "question")

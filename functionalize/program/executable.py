@@ -208,7 +208,7 @@ class Executable:
 
     @property
     def looked_slowly(self) -> bool:
-        """Whether the last call was asked for by a guard that takes as long as a small step."""
+        """Whether the last `ask` came to a guard that takes as long as a small step."""
         return self._looked_slowly
 
     def ask(self, leaves: Sequence[Any]) -> tuple[Call, str | None]:

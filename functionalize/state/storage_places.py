@@ -98,7 +98,7 @@ def fixed_tensors(roots: Roots, swapped: Container[Any], live: LivePlaces) -> It
             yield FixedTensor.of(name, variable, value)
 
 
-_FEW_BYTES = 64
+_FEW_BYTES = 64  # of a buffer: to compute with them once more, before the graph, costs nothing
 
 
 @dataclass(slots=True)

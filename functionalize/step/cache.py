@@ -4,7 +4,8 @@
     cache.add(key, cached)               adds a program; at the limit the least recently used one is dropped
 
 The key of a call is made of properties of its arguments (shapes, dtypes, numbers). The programs with that key are tried
-in order, the last used first; a program's first failing guard ends its trial.
+in order, the last used first, those first of which earlier calls have shown what to look at. A guard on a number that
+fails rules out the programs that were recorded with another answer.
 Invariant: at most `limit` programs. After `limit` programs in a row were dropped without a replay, recording stops:
 some fact differs at every call, and the warning names it. Then the step rests, see `policy.py`.
 """
@@ -43,6 +44,7 @@ CALLS_BEFORE_FIRST_PASSES, LARGE = 48, 1000  # LARGE: nodes; passes take a quart
 # Of most steps the first recording is not kept. So with passes the second one can wait as well: a recording takes as
 # long as some 5 eager steps, and 60 calls later both, and the passes, take less than half of the time of the run.
 CALLS_BEFORE_SECOND_RECORDING, MANY = 60, 500  # MANY: recorded ops
+RESTS = "the step rests, as calls like the last ones were of no use"
 STRUCTURE = "the structure of the arguments changed"
 
 
@@ -88,7 +90,7 @@ class CachedProgram:
     is_bare: bool = False
     group: LengthClass | None = None
     _sized: tuple[Program, int] | None = None
-    _answers: dict[Hashable, str] | None = None
+    _answers: tuple[Program, dict[Hashable, str]] | None = None
 
     @property
     def signature(self) -> Signature | None:
@@ -100,15 +102,15 @@ class CachedProgram:
     @property
     def answers(self) -> dict[Hashable, str]:
         """The recorded answer to each question of its guards on numbers."""
-        if self._answers is None:
-            program = self.program
+        program = self.program
+        if self._answers is None or self._answers[0] is not program:
             numbers = [g for g in program.facts if isinstance(g, NumberGuard)]
             found: dict[Hashable, str] = {g.question: repr(g.value) for g in numbers}
             early = [g.program.value_guards for g in program.guards if isinstance(g, EarlyGuard)]
             for guards in (*early, program.value_guards):
                 found.update(answers_among(guards))
-            self._answers = found
-        return self._answers
+            self._answers = program, found
+        return self._answers[1]
 
     @property
     def replayed_alike(self) -> tuple[Any, ...]:
@@ -259,24 +261,22 @@ class ProgramCache:
         self._other_state.clear()
         self._held.clear()
         self._left = list(self._by_key.get(key, ()))
-        self._unknown = unknown = []
+        self._unknown = []
         # First those of which the last calls have shown what to look at: another program's full check takes longer.
-        while self._left:
-            cached = self._left.pop(0)
+        for cached in self._in_turn():
             call = cached.program.known(leaves)
             if isinstance(call, Call):
                 self._held.add(cached)
                 yield cached, call
             elif call is None:
-                unknown.append(cached)
+                self._unknown.append(cached)
             else:
                 self._fails(cached, call)
-        self._left, self._unknown = [c for c in unknown if c not in self._other_state], []
+        self._left, self._unknown = self._untried(), []
         if self.is_hurried and self._left:
-            self.missed("the step rests: calls like the last ones were of no use")
+            self.missed(RESTS)
             return
-        while self._left:
-            cached = self._left.pop(0)
+        for cached in self._in_turn():
             found = cached.program.resolve_anew(leaves)
             self.looked_slowly |= cached.program.looked_slowly
             if isinstance(found, Call):
@@ -287,25 +287,33 @@ class ProgramCache:
         if not self.reason:
             self.missed(self._why_none(leaves, spec))
 
+    def _in_turn(self) -> Iterator[CachedProgram]:
+        """Those to be tried, but for programs that are ruled out meanwhile."""
+        while self._left:
+            cached = self._left.pop(0)
+            if cached not in self._other_state:
+                yield cached
+
     def _fails(self, cached: CachedProgram, failure: str) -> None:
         self.missed(failure)
         self._other_state.add(cached)
-        self._other_state.update(self.rule_out(Miss.of(failure)))
+        self.rule_out(Miss.of(failure))
 
-    def rule_out(self, miss: Miss) -> list[CachedProgram]:
+    def rule_out(self, miss: Miss) -> None:
         """A program has missed: the others that give another answer to the same question are not tried."""
         self.miss = self.miss or miss
         if miss.asked is None:
-            return []
-        others = [*self._left, *self._unknown]
-        out = [c for c in others if c.answers.get(miss.asked, miss.answer) != miss.answer]
-        self._left = [cached for cached in self._left if cached not in out]
-        return out
+            return
+        for cached in self._untried():
+            if cached.answers.get(miss.asked, miss.answer) != miss.answer:
+                self._other_state.add(cached)
 
     def has_other(self, miss: Miss) -> bool:
         """Whether a program that was not tried yet gives the answer that a call has missed another one by."""
-        others = [c for c in (*self._left, *self._unknown) if c not in self._other_state]
-        return any(c.answers.get(miss.asked) == miss.answer for c in others)
+        return any(c.answers.get(miss.asked) == miss.answer for c in self._untried())
+
+    def _untried(self) -> list[CachedProgram]:
+        return [c for c in (*self._left, *self._unknown) if c not in self._other_state]
 
     def begin_call(self) -> None:
         """No guard has failed yet."""

@@ -50,7 +50,7 @@ from functionalize.scalars.escaped_numbers import replace_escaped
 from functionalize.scalars.live_scalars import plain_tree, was_refused
 from functionalize.state import arguments
 from functionalize.state.python_state import VaryingNumbers
-from functionalize.step.cache import CachedProgram
+from functionalize.step.cache import RESTS, CachedProgram
 from functionalize.step.copies import CopiedStep
 from functionalize.step.explain import explanation
 from functionalize.step.options import CaptureOptions
@@ -258,7 +258,7 @@ class CapturedStep(CopiedStep):
             log.warning("a replay of %s failed, the call runs eagerly: %s", self._name, result)
             return self._run_eagerly(args, kwargs)
         call = replace(call, reason=str(result))
-        if call.reason not in (RARE, WAITS):
+        if call.reason not in (RARE, WAITS, RESTS):
             self._note_miss(call.reason)
         if self._skips_recording(call):
             return self._run_eagerly(args, kwargs)

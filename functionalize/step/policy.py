@@ -3,8 +3,8 @@
     A call is recorded if the ledger can pay for it, if its kind has come often enough for what recordings of such calls
     have returned, and if what it missed has come before or is one of the first three answers of its question.
 
-    policy.rests()                   whether this call runs eagerly, and nothing is looked at
-    policy.is_rare(key)              whether calls of a kind without a program came too seldom
+    policy.rest.takes_call()         whether this call runs eagerly, and nothing is looked at
+    policy.kinds.is_rare(key)        whether calls of a kind without a program came too seldom
     policy.may_record(key, miss)     whether a call that its programs missed is recorded
     policy.ledger.can_pay(AUDIT)     whether an audit is made now
 
@@ -38,10 +38,8 @@ BUILDING = 4.5  # a program, and its code at the first replay
 AUDIT = 7.0
 COMPARISON = 4.0  # a first call of a predicted program that is compared
 LOST_GRAPH = 0.6  # a graph that ran, and whose guards on numbers failed
-LOOK, QUICK_LOOK = (
-    1.0,
-    0.03,
-)  # at the guards of programs, all of which fail: at all, at those on numbers alone
+# At the guards of programs, all of which fail: with a walk of all objects, without it.
+LOOK, QUICK_LOOK = 1.0, 0.03
 _GAIN = 0.5  # of a replay
 _ALLOWANCE, _SHARE = 30.0, 0.05  # eager steps; of the calls
 _MOST_SAVED = 60.0  # eager steps
@@ -120,17 +118,16 @@ class Questions:
     """The questions of all kinds of calls: Note [Questions]. Memory is bounded."""
 
     def __init__(self) -> None:
-        self._of: OrderedDict[tuple[Hashable, str], _Question] = OrderedDict()
-        self._pending: dict[
-            Hashable, list[_Question]
-        ] = {}  # with misses since the last replay, by kind
+        # By the hash of a kind, which holds no argument, and the question.
+        self._of: OrderedDict[tuple[int, str], _Question] = OrderedDict()
+        self._pending: dict[int, dict[str, _Question]] = {}  # with misses since the last replay
 
     def is_worth_recording(self, key: Hashable, miss: Miss) -> bool:
         """Count a call whose programs all missed; whether its answer is likely to return."""
         question = self._question(key, miss.question)
         answer = question.answer(miss.answer)
         if not question.in_a_row:
-            self._pending.setdefault(key, []).append(question)
+            self._pending.setdefault(hash(key), {})[miss.question] = question
         question.in_a_row += 1
         answer.calls += 1
         if answer.calls > 1:
@@ -154,15 +151,17 @@ class Questions:
     def replayed(self, key: Hashable) -> None:
         """A program of this kind was of use."""
         if self._pending:
-            for question in self._pending.pop(key, ()):
+            for question in self._pending.pop(hash(key), {}).values():
                 question.in_a_row = question.recorded = 0
 
     def _question(self, key: Hashable, text: str) -> _Question:
-        found = self._of.setdefault((key, text), _Question())
-        self._of.move_to_end((key, text))
+        found = self._of.setdefault((hash(key), text), _Question())
+        self._of.move_to_end((hash(key), text))
         if len(self._of) > _KINDS_REMEMBERED:
-            (kind, _), _ = self._of.popitem(last=False)
-            self._pending.pop(kind, None)
+            (kind, oldest), _ = self._of.popitem(last=False)
+            self._pending.get(kind, {}).pop(oldest, None)
+            if kind in self._pending and not self._pending[kind]:
+                del self._pending[kind]
         return found
 
 
@@ -348,21 +347,24 @@ class Policy:
         self.kinds = Kinds(record_after)
         self.questions = Questions()
         self.rest = Rest()
-        self.news: Miss | None = (
-            None  # the question for which a call was left eager, if the user does not know
-        )
+        # The question for which a call was left eager, if the user does not know.
+        self.news: Miss | None = None
+
+    @property
+    def can_record(self) -> bool:
+        """Whether the ledger pays for a recording, and for its program."""
+        return self.ledger.can_pay(RECORDING + BUILDING)
 
     def may_record(self, key: Hashable, miss: Miss | None, looked_slowly: bool = False) -> bool:
         """Whether a call is recorded that has no program, or whose programs all missed. Counts it.
 
         looked_slowly: whether all guards of a program were asked.
         """
-        ledger = self.ledger
         if self._records_all:
             return True
-        can_pay = ledger.can_pay(RECORDING + BUILDING)
+        can_pay = self.can_record
         if miss is not None:
-            ledger.pay(LOOK if looked_slowly else QUICK_LOOK)
+            self.ledger.pay(LOOK if looked_slowly else QUICK_LOOK)
             if not self.questions.is_worth_recording(key, miss):
                 self.news = miss if self.questions.is_new(key, miss) else None
                 return False

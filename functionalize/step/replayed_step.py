@@ -162,9 +162,8 @@ class ReplayedStep:
             if found[0].prediction is not None:  # it is compared before it is replayed
                 self._is_left_eager = True
                 return False, WAITS
-            is_due = (
-                False  # else every call would be due, and run eagerly, as long as that thread runs
-            )
+            # Else every call would be due, and run eagerly, as long as that thread runs.
+            is_due = False
         if self._vote is not None:
             mine = found[0] if found is not None and not waits else None
             worst = self._vote.before_replay(mine, is_due, is_rare, is_vain)
@@ -308,13 +307,15 @@ class ReplayedStep:
             return not is_second and (failure is None or self._cache.has_other(Miss.of(failure)))
 
         def may_record(failure: str | None) -> bool:
-            return self._may_record(key, None if failure is None else Miss.of(failure))
+            if failure is None:  # only another rank may have missed: nothing is counted here
+                return self._policy.can_record
+            return self._may_record(key, Miss.of(failure))
 
         self._after = VoteAfterGraph(self._vote, has_other, may_record)
         return self._after
 
     def _may_record(self, key: Hashable, miss: Miss | None = None) -> bool:
-        """Whether to record a call that has no program; counts it. miss: if the last replay is what has failed."""
+        """Whether to record a call that no program covers; counts it. miss: of a graph that has run, if one has."""
         policy, cache = self._policy, self._cache
         may_record = policy.may_record(key, miss or cache.miss, cache.looked_slowly)
         if not may_record and policy.news is not None:

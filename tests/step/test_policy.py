@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -98,7 +99,18 @@ def test_the_memory_of_answers_and_questions_is_bounded() -> None:
         questions.is_worth_recording("key", miss(n))
         questions.is_worth_recording(n, miss(n))
     assert len(questions._of) <= 4096
-    assert len(questions._of["key", "`n`"].answers) <= 512
+    assert len(questions._of[hash("key"), "`n`"].answers) <= 512
+    assert len(questions._pending) <= 4096
+
+
+def test_a_question_that_is_forgotten_leaves_others_of_its_kind() -> None:
+    questions = Questions()
+    questions.is_worth_recording("key", miss(1, "`first`"))
+    for n in range(4096):
+        questions.is_worth_recording("other", miss(1, f"`n{n}`"))
+        questions.is_worth_recording("key", miss(n, "`last`"))
+    questions.replayed("key")
+    assert questions.is_worth_recording("key", miss(-1, "`last`"))
 
 
 @pytest.mark.parametrize(
@@ -253,10 +265,10 @@ def test_branches_of_numbers_in_the_graph_try_programs_with_the_same_answers(
     assert len(lost) <= 3 * len(inputs)
 
 
-def flips(calls: int) -> tuple[list[float], list[float], Any]:
+def flips(calls: int) -> tuple[list[float], list[float], Any, list[str]]:
     """Gradients are clipped by hand, by a norm that only the graph knows: rank 1 alone is over the limit at times."""
     results: list[list[float]] = []
-    steps = []
+    steps: list[Any] = []
     for capture in (lambda fn: fn, fz.capture):
         model, optimizer = build_mlp()
 
@@ -272,20 +284,25 @@ def flips(calls: int) -> tuple[list[float], list[float], Any]:
 
         steps.append(capture(step))
     draw, together = random.Random(dist.get_rank()), random.Random(7)
+    told: list[str] = []
     for run in steps:
         draw.seed(dist.get_rank()), together.seed(7)
         found = []
         for i in range(calls):
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(i))
             sign = (together if i % 3 else draw).choice((-1.0, 1.0))
-            found.append(run(x, torch.tensor([sign])).item())
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                found.append(run(x, torch.tensor([sign])).item())
+            told += [str(w.message) for w in caught if w.category is fz.UncapturableWarning]
         results.append(found)
-    return results[0], results[1], steps[1].stats
+    return results[0], results[1], steps[1].stats, told
 
 
 def test_ranks_replay_another_program_where_a_number_is_another_one() -> None:
-    for eager, ours, stats in run_on_ranks(flips, 120, world=2):
+    for eager, ours, stats, told in run_on_ranks(flips, 120, world=2):
         assert eager == ours
+        assert told == []
         assert stats.captures <= 3
         assert stats.replays >= 90
 

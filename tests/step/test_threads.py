@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -191,29 +192,41 @@ class Trainer:
         return loss.detach()
 
 
-def test_a_thread_that_reads_numbers(caplog):
-    """It sees plain numbers by type; the calls run eagerly, with a warning, and are recorded when it has ended."""
-    eager, trainer = Trainer(), Trainer()
-    step, stop, errors, kinds = fz.capture(trainer.step), threading.Event(), [], set()
+@contextmanager
+def beating(read):
+    """A thread named `beat` calls `read` again and again."""
+    stop = threading.Event()
 
     def beat():
         while not stop.wait(1e-5):
-            try:
-                read = trainer.n, trainer.ema, trainer.optimizer.param_groups[0]["lr"]
-                kinds.update(map(type, read))
-                json.dumps(read)
-                pickle.loads(pickle.dumps(copy.deepcopy(read)))
-                assert f"{read[0]:06d} {read[1]:.3f}" and read[1] * 2 >= 0 and math.exp(read[2]) > 1
-            except BaseException as error:
-                errors.append(error)
+            read()
 
     thread = threading.Thread(target=beat, name="beat")
     thread.start()
     try:
-        got = [step(x) for x in BATCHES]
+        yield
     finally:
         stop.set()
         thread.join()
+
+
+def test_a_thread_that_reads_numbers(caplog):
+    """It sees plain numbers by type; the calls run eagerly, with a warning, and are recorded when it has ended."""
+    eager, trainer = Trainer(), Trainer()
+    step, errors, kinds = fz.capture(trainer.step), [], set()
+
+    def use():
+        try:
+            read = trainer.n, trainer.ema, trainer.optimizer.param_groups[0]["lr"]
+            kinds.update(map(type, read))
+            json.dumps(read)
+            pickle.loads(pickle.dumps(copy.deepcopy(read)))
+            assert f"{read[0]:06d} {read[1]:.3f}" and read[1] * 2 >= 0 and math.exp(read[2]) > 1
+        except BaseException as error:
+            errors.append(error)
+
+    with beating(use):
+        got = [step(x) for x in BATCHES]
     assert_equal([got], [[eager.step(x) for x in BATCHES]])
     assert (errors, kinds, trainer.n) == ([], {int, float}, len(BATCHES))
     assert "while the thread 'beat' (" in caplog.text and "queue.get()" in caplog.text
@@ -225,22 +238,12 @@ def test_a_thread_that_reads_numbers(caplog):
 def test_a_thread_that_begins_later_delays_audits_and_no_replay():
     """An audit that is due while it may read is left out: else each later call would be due, and run eagerly."""
     eager, trainer = Trainer(), Trainer()
-    step, stop, kinds = fz.capture(trainer.step, audit=4), threading.Event(), set()
+    step, kinds = fz.capture(trainer.step, audit=4), set()
     for x in BATCHES[:8]:
         assert torch.equal(step(x), eager.step(x))
     before, audits = step.stats.replays, step.stats.audits
-
-    def beat():
-        while not stop.wait(1e-5):
-            kinds.update(map(type, (trainer.n, trainer.ema)))
-
-    thread = threading.Thread(target=beat)
-    thread.start()
-    try:
+    with beating(lambda: kinds.update(map(type, (trainer.n, trainer.ema)))):
         got = [step(x) for x in BATCHES]
-    finally:
-        stop.set()
-        thread.join()
     assert_equal([got], [[eager.step(x) for x in BATCHES]])
     assert (step.stats.replays - before, step.stats.audits) == (len(BATCHES), audits)
     assert kinds == {int, float}
