@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import functionalize as fz
 from functionalize.errors import UncapturableError
+from tests.allowance import ample_allowance
 from tests.fsdp import newer, steps
 from tests.fsdp.feature import needs
 from tests.fsdp.models import grouped, wrapped
@@ -121,6 +122,7 @@ def test_a_forward_alone(async_op: bool) -> None:
         assert backwards >= 4
 
 
+@ample_allowance()
 def ends_outside(mode: str) -> tuple[str, list[tuple[float, float]]]:
     """A step that leaves an asynchronous finalization to its caller; what is said of it, and both twins' losses."""
     (model, optimizer), (twin, twin_optimizer) = [wrapped(then=newer.by_hand)() for _ in range(2)]
