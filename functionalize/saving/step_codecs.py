@@ -34,7 +34,7 @@ from functionalize.state.hyperparameters import HyperparameterNumber, Hyperparam
 from functionalize.state.mode_guard import ModeGuard
 from functionalize.state.place_effects import Appended, Assigned, FlagGuard, PlaceNumber
 from functionalize.state.python_state import SurroundingsGuard
-from functionalize.walk.parts import Held
+from functionalize.walk.parts import Held, MovedPlace
 
 
 class Gone(SaveError):
@@ -74,6 +74,7 @@ def forms(names: Names, fn: Callable[..., Any]) -> list[Form]:
         attribute_form(fsdp.FSDPTensor, 1),
         *(_form_of_attributes(kind, attributes) for kind, attributes in placements.items()),
         Form(Held, lambda held: _save_held(names, held), lambda *v: _load_held(names, *v)),
+        Form(MovedPlace, lambda held: _save_held(names, held), lambda *v: _load_moved(names, *v)),
         Form(guards.ModuleGuard, _save_modules, _load_modules),
         *(
             Form(kind, _refuse_moving, _never)
@@ -116,6 +117,11 @@ def _save_held(names: Names, held: Held) -> tuple[Any, ...]:
 
 def _load_held(names: Names, *values: Any) -> Held:
     return names.held(*values) if len(values) == 3 else Held(*values)
+
+
+def _load_moved(names: Names, *values: Any) -> MovedPlace:
+    held = _load_held(names, *values)
+    return MovedPlace(held.container, held.key)
 
 
 def _never(*values: Any) -> Any:

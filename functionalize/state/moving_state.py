@@ -3,7 +3,8 @@
     self.n += 1; self.total += loss.item()     numbers: live in the recording, and assigned by a replay
     self.is_first = False                      flags: guarded on entry, and assigned by a replay
     self.last = loss.detach()                  tensors: inputs if the step reads them, and assigned by a replay
-    self.state = h.detach(), c.detach()        tuples of tensors: as these, a replay makes a tuple of the same type
+    self.state = h.detach(), c.detach()        bundles (tuples, lists, dicts, dataclasses) of tensors: as these, a
+                                               replay makes another one of the same type
     losses.append(loss.item())                 lists that code of the step only appends to, `history["loss"]` as well
 
     with MovingState(places, recorder) as moving, recorder:    places that an earlier call was seen to move
@@ -21,15 +22,14 @@ same expressions with the same constants (`key`). A list must not be read: of it
 `append` alone, one path leads to it, and no code finds attributes by data.
 
 Invariant: after the step, also after an exception, no place holds a live number; the number it holds is that of eager.
-Refusals: another type than on entry, a number that is no 64-bit integer (as a guard fails), an appended container that
-anything else holds, what `python_effects.py` refuses.
+Refusals: another type than on entry, a number that is no 64-bit integer (as a guard fails), a container, appended or in
+place of another one, that anything else holds and could change, what `python_effects.py` refuses.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
@@ -55,21 +55,27 @@ from functionalize.util.number_uses import any_needs_exact
 from functionalize.util.tensor_wrappers import address_of
 from functionalize.walk.code_uses import only_appended, stored_constants
 from functionalize.walk.data_parts import CONTAINERS
-from functionalize.walk.fact_text import NUMBERS, Path, text_of
+from functionalize.walk.fact_text import CARRIED, NUMBERS, Path, text_of
 from functionalize.walk.live_places import (
     LIVE_NUMBERS,
     NO_PLACES,
     Bundle,
     LivePlaces,
+    changeable_in,
     content,
+    difference_in,
+    elements_in,
     is_absent,
+    is_alone,
     is_bundle,
     put,
     structure_of,
 )
-from functionalize.walk.parts import Held
+from functionalize.walk.parts import Held, MovedPlace
 from functionalize.walk.unread import AttributeReads
 from functionalize.walk.walker import PythonState
+
+_COPIES = {"list": "[*items]", "dict": "{**items}"}
 
 
 class Moves(NamedTuple):
@@ -162,12 +168,22 @@ def moved(before: PythonState, after: PythonState) -> LivePlaces:
     """The places that differ between two walks and that a replay may be able to move."""
     were = {p.place: value for _, p, value in before.slots}
     values = {
-        p.place: p for _, p, value in after.slots if not _is_same(were.get(p.place, before), value)
+        p.place: p
+        for _, p, value in after.slots
+        if not _is_same(were.get(p.place, before), value)
+        and (type(value) is not Bundle or value.may_replace(were.get(p.place)))
     }
+    new = [
+        content(p)
+        for _, p, value in after.slots
+        if type(value) is Bundle and value.is_another(were.get(p.place))
+    ]
+    inside = {id(each) for bundle in new for each in changeable_in(bundle)}
+    values = {key: p for key, p in values.items() if key[0] not in inside}
     lists = {
         id(found): found
         for path, place, found in after.lists
-        if is_only_appended(after, path, place, found)
+        if place.place not in values and is_only_appended(after, path, place, found)
     }
     if values and any_needs_exact(after.roots.functions):
         values = {k: p for k, p in values.items() if _is_no_number(content(p))}
@@ -211,14 +227,17 @@ def _is_no_number(value: Any) -> bool:
 
 def _is_same(was: Any, now: Any) -> bool:
     if type(now) is Bundle:
-        return type(was) is Bundle and was.equals(now)
+        return not now.is_another(was)
     if type(now) is weakref.ReferenceType:
         return type(was) is weakref.ReferenceType and was() is now()
     return type(was) is type(now) and repr(was) == repr(now)
 
 
 class MovingState:
-    """A context in which these places hold live numbers, if the numbers of the recording are live."""
+    """A context in which these places hold live numbers, if the numbers of the recording are live.
+
+    on_entry: the tensors that they held, with the place of each.
+    """
 
     def __init__(self, places: MovingPlaces, recorder: Recorder) -> None:
         self.effects: list[tuple[Any, Any]] = []
@@ -230,6 +249,10 @@ class MovingState:
         self._were: list[Any] = []  # for each place: a live number, a weak reference to a tensor
         self._addresses: list[int | None] = []  # of the storages of tensors
         self._left: list[Any] = []
+        self.on_entry: list[tuple[weakref.ref[Tensor], MovedPlace]] = []
+        self._shared: set[Any] = set()  # places of containers that something else holds, too
+        # The bundles on entry, so that no new one has the id of an old one.
+        self._old: list[Any] = []
         self._items: list[tuple[Any, list[Any]]] = []  # for each list: itself, its elements
 
     @property
@@ -249,11 +272,13 @@ class MovingState:
         for name, place in self._places.values:
             was = content(place)
             self._addresses.append(address_of(was) if isinstance(was, Tensor) else None)
+            self.on_entry += _tensors_at(place, was)
             if isinstance(was, Tensor):
                 self._were.append(weakref.ref(was))
                 continue
             if is_bundle(was):
                 self._were.append(Bundle(was))
+                self._old.append(was)
                 continue
             if log is not None and type(was) in LIVE_NUMBERS:
                 was = as_live(log.from_source(PlaceNumber(place, name, type(was)), name, was))
@@ -267,6 +292,7 @@ class MovingState:
     def __exit__(self, *error: object) -> None:
         self._floats.__exit__(None, None, None)
         self._drawing.__exit__(*error)
+        self._shared = {p.place for _, p in self._places.values if not is_alone(p)}
         for _, place in self._places.values:
             now = content(place)
             self._left.append(now)
@@ -298,26 +324,45 @@ class MovingState:
             self.effects.append((Assigned(name, place), now))
         self._were.clear()
         self._left.clear()
+        self._old.clear()
         for (name, place), (was, items) in zip(places.lists, self._items, strict=True):
             self._finish_list(name, place, was, items)
         self._items.clear()
 
     def _finish_bundle(self, name: str, place: Held, was: Bundle, now: Any) -> None:
-        """Of a tuple of tensors. A replay makes another one, so that no second place may hold it."""
+        """Of a bundle. A replay makes another one, so that nothing else may hold one that can be changed."""
         if was.is_same(now):
             if was.has_other_storages():
                 what = f"gives a tensor in `{name}` another storage (`.data = ...` or `set_`)"
                 self.refusal = self.refusal or what
             return
-        if not is_bundle(now) or structure_of(now) != was.structure:
-            self._refuse(name, now, was)
+        if (structure := structure_of(now)) != was.structure or not is_bundle(now):
+            at, new, old = difference_in(name, was.structure, structure)
+            self.refusal = self.refusal or (
+                f"changes Python state, which a replay would not: `{at}` is {new}, was {old}: of a container that is "
+                "made anew, a replay moves the tensors; keep other things that change in attributes of their own"
+            )
             return
         left = zip(self._places.values, self._left, strict=True)
         other = next((n for (n, p), value in left if value is now and p is not place), None)
+        kind = type(now).__name__
         if other is not None:
             self.refusal = self.refusal or (
-                f"leaves one tuple in `{name}` and `{other}`, where a replay would make two: make one for each, "
+                f"leaves one {kind} in `{name}` and `{other}`, where a replay would make two: make one for each, "
                 "`a, b = (h, c), (h, c)`"
+            )
+            return
+        can_change = next(changeable_in(now), None) is not None
+        if can_change and was.is_at(now):
+            self.refusal = self.refusal or (
+                f"changes the {kind} in `{name}` in place, where earlier calls put another one{CARRIED}"
+            )
+            return
+        olds = (each.is_at(now) for each in self._were if type(each) is Bundle)
+        if can_change and (place.place in self._shared or any(olds)):
+            self.refusal = self.refusal or (
+                f"leaves in `{name}` a {kind} that something else holds, too, where a replay would make another one: "
+                f"put a copy there (`{_COPIES.get(kind, 'copy.copy(...)')}`), or a tuple, which nobody can change"
             )
             return
         self.moved[place.place] = place
@@ -340,7 +385,7 @@ class MovingState:
             self._refuse(name, now, items)
             return
         for at in range(len(items), len(now)):
-            is_fresh = _is_fresh(now, at)
+            is_fresh = is_alone(Held(now, at))
             leaves, spec = flatten_result(now[at])
             if not is_fresh or not all(map(_is_repeatable, leaves)):
                 self.refusal = self.refusal or (
@@ -370,23 +415,21 @@ class MovingState:
         return Moves(tuple(shape), tuple(constants), tuple(facts))
 
 
+def _tensors_at(place: Held, value: Any) -> Iterator[tuple[weakref.ref[Tensor], MovedPlace]]:
+    """The tensors at a place, alone or in a bundle, each with its own place."""
+    if isinstance(value, Tensor):
+        yield weakref.ref(value), MovedPlace(place.container, place.key)
+    elif is_bundle(value):
+        for key, each in elements_in(value) or ():
+            yield from _tensors_at(Held(place, key), each)
+
+
 def _brief(value: Any) -> str:
     if isinstance(value, Tensor) or type(value) is weakref.ReferenceType:
         return "a tensor"
     if type(value) is Bundle or is_bundle(value):
-        return "a tuple of tensors"
+        return "a container of tensors"
     return f"a list of {len(value)}" if isinstance(value, list) else repr(value)
-
-
-def _is_fresh(holder: Any, key: Any) -> bool:
-    """Whether nothing else holds the dicts and lists of an element, so that a replay may make others."""
-    kind = type(holder[key])
-    if kind not in (dict, list, tuple):
-        return True
-    if kind is not tuple and sys.getrefcount(holder[key]) > 2:
-        return False
-    inner = holder[key]
-    return all(_is_fresh(inner, k) for k in (inner if kind is dict else range(len(inner))))
 
 
 def _is_repeatable(leaf: Any) -> bool:

@@ -35,8 +35,8 @@ from functionalize.state.sources import (
 )
 from functionalize.util.tensor_wrappers import address_of
 from functionalize.walk.fact_text import CARRIED
-from functionalize.walk.live_places import LivePlaces, content
-from functionalize.walk.parts import Held
+from functionalize.walk.live_places import NO_PLACES, LivePlaces, content
+from functionalize.walk.parts import Held, MovedPlace
 from functionalize.walk.roots import Roots
 
 Named = tuple[str, Source, Tensor]
@@ -94,7 +94,7 @@ def fixed_tensors(roots: Roots, swapped: Container[Any], live: LivePlaces) -> It
         if (id(source.entries), source.name) not in swapped:
             yield FixedTensor.of(name, source, value)
     for name, variable, value in (*plain_attributes(roots, live.lists), *roots.tensors):
-        if variable.place not in live.values and not live.is_inside(variable):
+        if not live.has(variable):
             yield FixedTensor.of(name, variable, value)
 
 
@@ -119,13 +119,22 @@ class Places:
 
     @staticmethod
     def now(
-        roots: Roots, leaves: Sequence[Any], found: Sequence[Named], storages: StorageTable
+        roots: Roots,
+        leaves: Sequence[Any],
+        found: Sequence[Named],
+        storages: StorageTable,
+        live: LivePlaces = NO_PLACES,
     ) -> Places:
-        """Read every place. found: the leaf tensors whose `.grad` the step may assign, from `parameters`."""
+        """Read every place. found: the leaf tensors whose `.grad` the step may assign, from `parameters`.
+
+        live: places where the step puts other tensors.
+        """
         held = list(slots(roots, found))
         widest: dict[int, tuple[str, Source, TensorRef]] = {}
         shared: dict[int, list[AliasPlace]] = {}
         for name, source, tensor in candidates(roots, leaves, held):
+            if live and type(source) is Held and live.has(source):
+                source = MovedPlace(source.container, source.key)
             outer = source.of if type(source) is Inner else source
             ref = storages.bring_in(tensor, name, holds=type(outer) is not Gradient)
             serial, geometry = ref

@@ -147,9 +147,9 @@ class StepRecording:
         return external.ref.storage not in self.entry.places.widest
 
     def _is_unowned(self, external: External) -> bool:
-        """Whether no argument, module or optimizer holds a tensor."""
+        """Whether no argument, module or optimizer holds a tensor, nor a place that the step moves."""
         place = self.entry.places.widest.get(external.ref.storage)
-        return place is None or isinstance(place[1], Held)
+        return place is None or type(place[1]) is Held
 
     def _identity(self, external: External) -> Any:
         """A value that is equal in the next recording if the step found the same tensor."""

@@ -140,7 +140,9 @@ class RecordedRun:
             values = [value for _, value in effects]
             settle_escaped(self.recorder.scalar_log, flatten_result((self.result, values))[0])
         # In the step's own grad mode:
-        exit = ExitState.now(self.entry, result, changed, effects, self.moving.explained)
+        exit = ExitState.now(
+            self.entry, result, changed, effects, self.moving.explained, self.moving.on_entry
+        )
         if exit.changed is None:
             self.entry.observed.leave_unread(self.entry.leaves)
         with torch.no_grad():

@@ -14,7 +14,7 @@ raises `UncapturableError`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -62,7 +62,7 @@ from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.walk.code_uses import is_only_stored
 from functionalize.walk.discovery import note_optimizer, walked, walked_again
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
-from functionalize.walk.parts import Held
+from functionalize.walk.parts import Held, MovedPlace
 from functionalize.walk.roots import Roots
 from functionalize.walk.unread import AttributeReads
 from functionalize.walk.walker import PythonState
@@ -146,7 +146,7 @@ class EntryState:
         if (name := first_unmade(roots, leaves)) is not None:
             raise UnmadeError(name)
         found = list(parameters(roots, leaves))
-        places = Places.now(roots, leaves, found, recorder.storages)
+        places = Places.now(roots, leaves, found, recorder.storages, state.live)
         if asks_nodes:
             recorder.checks.outside = made_outside(roots, leaves)
         moving = MovingPlaces.of(state)
@@ -298,6 +298,7 @@ class ExitState:
     changed: a change that a replay would not repeat; None: there is none.
     moved: if there is one, the places that the step has moved and a replay may be able to move.
     python_effects: what a replay repeats in Python, see `state/python_effects.py`. values: one for each.
+    on_entry: the tensors that were at places which the step moves, by their ids, with the places of each.
     """
 
     leaves: list[Any]
@@ -309,6 +310,7 @@ class ExitState:
     moved: LivePlaces = NO_PLACES
     python_effects: list[PythonEffect] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
+    on_entry: dict[int, list[MovedPlace]] = field(default_factory=dict)
 
     @staticmethod
     def now(
@@ -317,12 +319,17 @@ class ExitState:
         changed: str | None = None,
         python_effects: Sequence[tuple[PythonEffect, Any]] = (),
         explained: Container[int] = (),
+        on_entry: Iterable[tuple[weakref.ref[Tensor], MovedPlace]] = (),
     ) -> ExitState:
         """Compare every slot and FSDP2's state with those on entry.
 
         changed: a change that is known already. python_effects: those of the step, with their values. explained: ids of
-        generators that they move.
+        generators that they move. on_entry: the tensors that were at places which the step moves.
         """
+        were: dict[int, list[MovedPlace]] = {}
+        for tensor, source in on_entry:
+            if tensor() is not None:
+                were.setdefault(id(tensor()), []).append(source)
         assigned, gradients = [], []
         call = Call(entry.leaves, [])
         for at, gradient in changed_slots(entry.slots, entry.gradients, call):
@@ -344,7 +351,16 @@ class ExitState:
             changed, effects = changed or effects, FSDPEffects()
         effects = effects.with_modes(entry.modules.changed_modes())
         return ExitState(
-            leaves, spec, assigned, effects, has_grad_fn, changed, places, repeated, values
+            leaves,
+            spec,
+            assigned,
+            effects,
+            has_grad_fn,
+            changed,
+            places,
+            repeated,
+            values,
+            were,
         )
 
 
@@ -373,6 +389,9 @@ def kept_objects(recorder: Recorder, entry: EntryState, exit: ExitState) -> dict
     for leaf in exit.leaves:
         if isinstance(leaf, Tensor) and id(leaf) not in found:
             sources = list(_places_of(leaf, recorder, entry, assigned))
+            known = {source.place for source in sources if isinstance(source, Held)}
+            # A replay makes its outputs before it assigns to places.
+            sources += [s for s in exit.on_entry.get(id(leaf), ()) if s.place not in known]
             if sources:
                 found[id(leaf)] = SourceItself(sources[0], tuple(sources[1:]))
     return found

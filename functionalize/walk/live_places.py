@@ -1,5 +1,7 @@
-"""The places in Python that a step moves and that a replay moves alike: numbers, tensors, tuples of tensors, lists that
-only grow.
+"""The places in Python that a step moves and a replay moves alike: numbers, tensors, bundles, lists that only grow.
+
+A bundle is a container of tensors that the step replaces as a whole: a tuple, a named tuple, a list, a dict, a
+dataclass, a `SimpleNamespace`. In it are tensors, plain values and such containers.
 
     live = LivePlaces({held.place: held}, {id(losses): losses})
     live.kind_at(held, 4)      int: the number is no fact of the walk, its type is
@@ -11,10 +13,12 @@ Invariant: of a live place, that it is there and the type of its content are fac
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import sys
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -22,19 +26,23 @@ import torch
 from torch import Tensor, nn
 
 from functionalize.scalars.live_scalars import left_behind
+from functionalize.util.by_class import by_class
 from functionalize.util.packages import is_users
 from functionalize.util.reading import values_of
 from functionalize.util.tensor_wrappers import address_of
+from functionalize.util.text import with_article
 from functionalize.walk.data_parts import CONTAINERS
 from functionalize.walk.fact_text import NUMBERS, PLAIN
 from functionalize.walk.object_parts import is_read_by_content
-from functionalize.walk.parts import Held, Visit
+from functionalize.walk.parts import Held, Visit, is_native, slots_of, table_of
 from functionalize.walk.unread import is_observable
 
 LIVE_NUMBERS = frozenset({int, float})  # not bool, and no subclass
 _MOVED = LIVE_NUMBERS | {bool}
 _TABLES = frozenset({dict, OrderedDict, defaultdict, Counter})
 _NAMESPACES = frozenset({argparse.Namespace, types.SimpleNamespace})
+_KEYS = frozenset({str, int})  # of dicts that are made anew
+_MOST_NESTED = 8
 _ABSENT = object()
 _NO_KEYS: frozenset[Any] = frozenset()
 
@@ -68,7 +76,7 @@ class LivePlaces:
         return bool(self.values or self.lists)
 
     def holds_bundle(self, place: Held | None, value: Any) -> bool:
-        """Whether a live place holds a tuple of tensors: the step puts others there as a whole."""
+        """Whether a live place holds a bundle: the step puts others there as a whole."""
         return (
             bool(self.values)
             and place is not None
@@ -76,8 +84,12 @@ class LivePlaces:
             and is_bundle(value)
         )
 
+    def has(self, place: Held) -> bool:
+        """Whether the step moves what is at a place, alone or in a bundle."""
+        return place.place in self.values or self.is_inside(place)
+
     def is_inside(self, place: Held) -> bool:
-        """Whether a place is one of a tuple at a live place, or of a tuple in it."""
+        """Whether a place is one of a bundle at a live place, or of a container in it."""
         outer = place
         while isinstance(outer.container, Held):
             outer = outer.container
@@ -138,60 +150,157 @@ def is_absent(value: Any) -> bool:
 
 
 def may_live(value: Any) -> bool:
-    """Whether a replay can move a value: a number, a flag, a tensor or a tuple of tensors."""
+    """Whether a replay can move a value: a number, a flag, a tensor or a bundle."""
     return type(value) in _MOVED or issubclass(type(value), Tensor) or is_bundle(value)
 
 
 def structure_of(value: Any) -> Hashable:
-    """What a replay does not move of a value: the type, and of a tuple the structures of its elements.
+    """What a replay does not move of a value: the type, and of a container the keys and the structures of its elements.
 
-    Of what else a tuple holds beside tensors: the value of a number or a text, and which object another one is.
+    Of what else a container holds beside tensors: the value of a number or a text, and which object another one is.
     """
-    if _is_tuple(type(value)):
-        return type(value), tuple(map(_structure_inside, tuple.__iter__(value)))
-    return cast(Hashable, type(value))
+    return _structure(value, _MOST_NESTED)
 
 
-def _structure_inside(value: Any) -> Hashable:
-    if issubclass(type(value), Tensor) or _is_tuple(type(value)):
-        return structure_of(value)
-    return (type(value), repr(value)) if type(value) in PLAIN else (type(value), id(value))
+def _structure(value: Any, depth: int) -> Hashable:
+    kind = type(value)
+    if issubclass(kind, Tensor):
+        return cast(Hashable, kind)
+    found = elements_in(value) if depth else None
+    if found is None:
+        return cast(Hashable, kind)
+    return kind, tuple((key, _structure_inside(each, depth - 1)) for key, each in found)
+
+
+def _structure_inside(value: Any, depth: int) -> Hashable:
+    kind = type(value)
+    if kind in PLAIN:
+        return kind, repr(value)
+    if issubclass(kind, Tensor) or elements_in(value) is not None:
+        return _structure(value, depth)
+    return kind, id(value)
+
+
+def difference_in(name: str, was: Any, now: Any) -> tuple[str, str, str]:
+    """The first place at which two structures differ, as text, and what is there in each."""
+    both = [each for each in (was, now) if type(each) is tuple and type(each[1]) is tuple]
+    if len(both) == 2 and was[0] is now[0]:
+        keys, keys_now = ([key for key, _ in each[1]] for each in both)
+        if keys != keys_now:
+            kind = was[0].__name__
+            return name, f"a {kind} of {len(keys_now)}", f"a {kind} of {len(keys)}"
+        for (key, before), (_, after) in zip(was[1], now[1], strict=True):
+            if before != after:
+                return difference_in(f"{name}.{key}", before, after)
+    return name, _text_of_structure(now), _text_of_structure(was)
+
+
+def _text_of_structure(structure: Any) -> str:
+    if type(structure) is tuple and type(structure[1]) is str:
+        return structure[1]  # of a number or a text
+    kind = structure[0] if type(structure) is tuple else structure
+    if issubclass(kind, (torch.SymFloat, torch.SymInt)):
+        return "a number that the step computes"
+    return "a tensor" if issubclass(kind, Tensor) else with_article(kind.__name__)
 
 
 def is_bundle(value: Any) -> bool:
-    """Whether a value is a tuple or named tuple of tensors, of such tuples, and of plain values; one is a tensor."""
-    return _is_tuple(type(value)) and (leaves := leaves_of(value)) is not None and any(leaves)
+    """Whether a value is a container of tensors, of such containers, and of plain values; one is a tensor."""
+    found = elements_in(value)
+    return (
+        found is not None
+        and (leaves := _leaves_of(found, _MOST_NESTED)) is not None
+        and any(leaves)
+    )
 
 
-def leaves_of(value: Any) -> list[bool] | None:
-    """For each leaf of a tuple, whether it is a tensor; None: there are leaves of other kinds."""
+def elements_in(value: Any) -> list[tuple[Any, Any]] | None:
+    """The elements of a container that a replay can make anew, each with its key; None of any other object."""
+    kind = type(value)
+    if kind in PLAIN:  # most values, `torch.Size` among them
+        return None
+    if kind is tuple or _is_named_tuple(kind):
+        return list(enumerate(tuple.__iter__(value)))
+    if kind is list:
+        return list(enumerate(list.__iter__(value)))
+    if kind is dict:
+        return list(value.items())
+    return _fields_of(value) if _is_record(kind) else None
+
+
+def _leaves_of(elements: list[tuple[Any, Any]], depth: int) -> list[bool] | None:
+    """For each leaf, whether it is a tensor; None: there are leaves of other kinds."""
     found: list[bool] = []
-    for each in tuple.__iter__(value):
+    for key, each in elements:
+        if type(key) not in _KEYS:
+            return None
         if issubclass(type(each), Tensor):
             found.append(True)
         elif type(each) in NUMBERS:
             found.append(False)
-        elif not _is_tuple(type(each)) or (inner := leaves_of(each)) is None:
-            return None
         else:
-            found += inner
+            inner = elements_in(each) if depth else None
+            leaves = None if inner is None else _leaves_of(inner, depth - 1)
+            if leaves is None:
+                return None
+            found += leaves
     return found
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a tuple, and of tuples in it."""
+    """The tensors of a bundle, and of containers in it."""
     found: list[Tensor] = []
-    for each in tuple.__iter__(value):
+    for _, each in elements_in(value) or ():
         if issubclass(type(each), Tensor):
             found.append(each)
-        elif _is_tuple(type(each)):
+        else:
             found += tensors_in(each)
     return found
 
 
-def _is_tuple(kind: type) -> bool:
-    """Whether a type is `tuple` or made by `namedtuple`, with nothing else in its instances."""
-    return kind is tuple or (
+def changeable_in(value: Any) -> Iterator[Any]:
+    """The containers of a bundle that can be changed in place, itself among them, and their `__dict__`s."""
+    found = elements_in(value)
+    if found is None:
+        return
+    if not issubclass(type(value), tuple):
+        yield value
+        yield from filter(None, (table_of(value),))
+    for _, each in found:
+        yield from changeable_in(each)
+
+
+def is_alone(place: Held) -> bool:
+    """Whether nothing but its place holds a container, nor the containers in it, so that a replay may make others.
+
+    Tuples do not count: nobody can change one.
+    """
+    value = content(place)
+    is_shared = not issubclass(type(value), tuple) and sys.getrefcount(value) > _REFERENCES
+    is_container = elements_in(value) is not None
+    return not (is_container and is_shared) and all(
+        count <= _REFERENCES_INSIDE for count in _references_inside(value)
+    )
+
+
+def _references_inside(value: Any) -> Iterator[int]:
+    """How many references there are to each container in a container, tuples apart."""
+    for _, each in elements_in(value) or ():
+        if elements_in(each) is not None:
+            if not issubclass(type(each), tuple):
+                yield sys.getrefcount(each)
+            yield from _references_inside(each)
+
+
+def _references(place: Held) -> int:
+    value = content(place)
+    return sys.getrefcount(value)
+
+
+@by_class
+def _is_named_tuple(kind: type) -> bool:
+    """Whether a type is made by `namedtuple`, with nothing else in its instances."""
+    return (
         issubclass(kind, tuple)
         and kind.__bases__ == (tuple,)
         and kind.__dictoffset__ == 0
@@ -200,32 +309,76 @@ def _is_tuple(kind: type) -> bool:
     )
 
 
-class Bundle:
-    """A tuple that was at a place, without keeping its tensors alive."""
+@by_class
+def _is_record(kind: type) -> bool:
+    """Whether the objects of a class are their attributes: a dataclass that reads and stores them as usual."""
+    if kind is types.SimpleNamespace:
+        return True
+    return (
+        dataclasses.is_dataclass(kind)
+        and not issubclass(kind, (*CONTAINERS, nn.Module, torch.optim.Optimizer, Tensor))
+        and kind.__getattribute__ is object.__getattribute__
+        and not any(hasattr(kind, name) for name in ("__getattr__", "__del__"))
+        and not is_native(kind)
+    )
 
-    __slots__ = ("_id", "addresses", "structure", "tensors")
+
+def _fields_of(value: Any) -> list[tuple[str, Any]] | None:
+    """The attributes of a record; None if it has others than its class says."""
+    found = {part.key: part.value for part in slots_of(value, _EVERY)}
+    found.update(table_of(value) or {})
+    kind = type(value)
+    names = found if kind is types.SimpleNamespace else [f.name for f in dataclasses.fields(kind)]
+    return [(name, found[name]) for name in names] if found.keys() == {*names} else None
+
+
+class _Every:
+    """Contains everything."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+_EVERY = _Every()
+
+
+class Bundle:
+    """A bundle that was at a place, without keeping its tensors alive."""
+
+    __slots__ = ("_id", "addresses", "is_fixed", "structure", "tensors")
 
     def __init__(self, value: Any) -> None:
         tensors = tensors_in(value)
         self._id, self.structure = id(value), structure_of(value)
+        self.is_fixed = next(changeable_in(value), None) is None
         self.tensors = list(map(weakref.ref, tensors))
         self.addresses = list(map(address_of, tensors))
 
+    def is_at(self, value: Any) -> bool:
+        """Whether a value is the very container, whatever it holds by now, unless it has died."""
+        return id(value) == self._id
+
     def is_same(self, value: Any) -> bool:
-        """Whether the very tuple is there still."""
-        if id(value) != self._id or not is_bundle(value) or structure_of(value) != self.structure:
+        """Whether the very container is there still, with the same content."""
+        if not self.is_at(value) or not is_bundle(value) or structure_of(value) != self.structure:
             return False
         return all(was() is now for was, now in zip(self.tensors, tensors_in(value), strict=True))
 
-    def equals(self, other: Bundle) -> bool:
-        """Whether both are of the same tuple."""
-        return (
-            self._id == other._id
-            and self.structure == other.structure
-            and all(
-                a() is b() is not None for a, b in zip(self.tensors, other.tensors, strict=True)
-            )
+    def is_another(self, was: Any) -> bool:
+        """Whether another bundle, or anything else, was at the place before. Changes in place do not count."""
+        if type(was) is not Bundle:
+            return True
+        if not self.is_fixed:
+            return self._id != was._id
+        return not (
+            self._id == was._id
+            and self.structure == was.structure
+            and all(a() is b() is not None for a, b in zip(self.tensors, was.tensors, strict=True))
         )
+
+    def may_replace(self, was: Any) -> bool:
+        """Whether the step may put another bundle there at every call. The first one it may change in place later."""
+        return self.is_fixed or type(was) is Bundle
 
     def has_other_storages(self) -> bool:
         """Whether a tensor that is alive was given another storage."""
@@ -286,3 +439,8 @@ def content_of(value: Any) -> Any:
     if issubclass(type(value), Tensor):
         return weakref.ref(value)
     return Bundle(value) if is_bundle(value) else left_behind(value)
+
+
+# To what only its place, or its container, holds: variables count here, and not in every Python.
+_REFERENCES = _references(Held([[]], 0))
+_REFERENCES_INSIDE = next(_references_inside([[]]))

@@ -86,6 +86,14 @@ class Held:
         return (inner.place if isinstance(inner, Held) else id(inner)), self.key
 
 
+@dataclass(frozen=True, slots=True)
+class MovedPlace(Held):
+    """A place where the step puts another tensor at every call: it is looked up at each replay."""
+
+    def watched(self, call: Call, facts: Unchanged) -> bool:
+        return False
+
+
 class Part(NamedTuple):
     """An object that another one holds.
 

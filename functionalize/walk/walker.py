@@ -50,6 +50,7 @@ from functionalize.walk.live_places import (
     NO_PLACES,
     LivePlaces,
     content_of,
+    elements_in,
     may_live,
     may_move,
     names_lists,
@@ -198,7 +199,8 @@ class PythonState:
             return self._note(visit, (kind, repr(value)))
         # What is found elsewhere is compared there.
         seen = self.seen if visit.moving is None or id(value) in self.seen else self._seen_moving
-        if self.live.values and issubclass(kind, Tensor) and self._is_live(visit.place):
+        place = visit.place if self.live.values and issubclass(kind, Tensor) else None
+        if place is not None and self.live.has(place):
             self._live_tensors.add(id(value))
         if id(value) in seen:
             self.shared.add(id(value))
@@ -236,9 +238,7 @@ class PythonState:
         if visit.moving is not None and self._is_replay:
             return None
         self._note(visit, parts.fact)
-        is_moved = visit.place is not None and (
-            self.live.holds_bundle(visit.place, value) or self.live.is_inside(visit.place)
-        )
+        is_moved = self._is_in_bundle(visit)
         if visit.is_fact and visit.moving is None and not is_moved:
             self.probes.add(value, parts)
         if issubclass(kind, weakref.ReferenceType):
@@ -247,15 +247,18 @@ class PythonState:
             self.opaque.append(f"`{text_of(visit.path)}` ({with_article(kind.__name__)})")
         if issubclass(kind, CONTAINERS):
             self.roots.containers.append((visit.name, value))
-        elif parts.attributes is not None:
+        elif parts.attributes is not None and not is_moved:
             self.roots.add_object(visit, parts.attributes)
         for part in parts.held:
             self._push(visit, part, parts.is_loose)
         return None
 
-    def _is_live(self, place: Held | None) -> bool:
-        """Whether the step moves the tensor at a place, alone or in a tuple."""
-        return place is not None and (place.place in self.live.values or self.live.is_inside(place))
+    def _is_in_bundle(self, visit: Visit) -> bool:
+        """Whether an object is a bundle that the step replaces as a whole, or a container in one."""
+        place = visit.place
+        return place is not None and (
+            self.live.holds_bundle(place, visit.value) or self.live.is_inside(place)
+        )
 
     def _weakly(self, visit: Visit, value: Any) -> None:
         """What a weak reference leads to. It is visited after all that is held: see `_may_die`."""
@@ -315,12 +318,13 @@ class PythonState:
             return
         if type(visit.value) is list and names_lists(holder.value):
             self.lists.append((visit.path, visit.place, visit.value))
-        elif may_live(visit.value) or is_live(visit.value):
+        if may_live(visit.value) or is_live(visit.value):
             self.slots.append((visit.path, visit.place, content_of(visit.value)))
 
     def _push(self, holder: Visit, part: Part, is_loose: bool = False) -> None:
         place = part.place
-        if place is not None and issubclass(type(holder.value), tuple):  # it is replaced as a whole
+        is_replaced = issubclass(type(holder.value), tuple) or self._is_in_bundle(holder)
+        if place is not None and is_replaced:  # as a whole
             place = None if holder.place is None else Held(holder.place, part.key)
         name = holder.name if part.name is None else part.name
         if name.startswith("+"):
@@ -474,11 +478,25 @@ class PythonState:
         self.probes.add_optimizer(optimizer, partial(state_numbers, live=self.live))
         for key, fact in state_numbers(optimizer, self.live):
             self._note(Visit(((visit.path, "state"), key), "", None), fact)
-        for state in () if self._is_replay else values_of(optimizer.state):
-            for key, value in state.items() if type(state) is dict else ():
+        states = [each for each in values_of(optimizer.state) if type(each) is dict]
+        for state in () if self._is_replay else states:
+            for key, value in state.items():
                 if type(value) in LIVE_NUMBERS:
                     place = Visit(((visit.path, "state"), key), "", value, Held(state, key))
                     self._note_slot(visit, place)
+        for at, state in enumerate(states):
+            self._containers_of(visit, at, state)
+
+    def _containers_of(self, visit: Visit, at: int, state: dict[Any, Any]) -> None:
+        """The containers of tensors in an optimizer's state of one parameter: rings of gradients, histories."""
+        keys = [key for key, value in state.items() if elements_in(value) is not None]
+        if not keys:
+            return
+        self.probes.add_table(state, frozenset(keys))
+        holder = Visit(((visit.path, "state"), at), f"{visit.name}.state_{at}", state)
+        for key in keys:
+            part = Part(key, state[key], f"+.{key}", Held(state, key))
+            self._push(holder, part)
 
 
 def _hooks_of_node(leaf: weakref.ref[Tensor]) -> list[dict[Any, Any]]:

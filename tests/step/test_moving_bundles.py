@@ -1,7 +1,10 @@
-"""Tuples of tensors that a step leaves for its next call, as recurrent models carry their hidden states."""
+"""Containers of tensors that a step leaves for its next call, as recurrent models carry their hidden states."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import re
 import types
 import weakref
 from collections.abc import Callable
@@ -11,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import functionalize as fz
 from functionalize.errors import SaveError, UncapturableError
@@ -19,6 +23,19 @@ pytestmark = pytest.mark.usefixtures("ample_allowance")
 
 
 class Carried(NamedTuple):
+    h: Tensor
+    c: Tensor
+
+
+@dataclasses.dataclass
+class Record:
+    h: Tensor
+    c: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Slotted:
+    __slots__ = ("c", "h")
     h: Tensor
     c: Tensor
 
@@ -36,6 +53,18 @@ PACKS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]] =
     "named": (Carried, lambda s: (s.h, s.c)),
     "layers": (lambda h, c: ((h, c), (c, h)), lambda s: s[0]),
     "with numbers": (lambda h, c: (h, None, "lstm", 3, c), lambda s: (s[0], s[4])),
+    "list": (lambda h, c: [h, c], tuple),
+    "dict": (lambda h, c: {"h": h, 1: c}, lambda s: (s["h"], s[1])),
+    "dataclass": (Record, lambda s: (s.h, s.c)),
+    "slots": (Slotted, lambda s: (s.h, s.c)),
+    "namespace": (
+        lambda h, c: types.SimpleNamespace(h=h, c=c, name="lstm"),
+        lambda s: (s.h, s.c),
+    ),
+    "nested": (
+        lambda h, c: {"layers": [Record(h, c), (h + c, None)], "n": 2},
+        lambda s: (s["layers"][0].h, s["layers"][0].c),
+    ),
 }
 PLACES: dict[str, Callable[[], tuple[Any, Callable[[], Any], Callable[[Any], None]]]] = {}
 
@@ -130,6 +159,7 @@ def _equal(a: Any, b: Any) -> bool:
     [
         *[("tuple", where) for where in PLACES],
         *[(pack, where) for pack in PACKS if pack != "tuple" for where in ("module", "object")],
+        *[("list", where) for where in ("namespace", "dict", "list", "closure")],
     ],
 )
 def test_hidden_states(pack: str, where: str) -> None:
@@ -198,6 +228,192 @@ def test_one_tuple_in_two_places() -> None:
         assert step(torch.ones(2, 4)) == 8 * (i + 1)
         assert space.a[0] is space.b[0] and space.a[1] is space.b[1]
     assert step.stats.replays > 6
+
+
+@dataclasses.dataclass
+class _Held:
+    """What a caller keeps beside the state of a step."""
+
+    space: Any
+    kept: list[Any] = dataclasses.field(default_factory=list)
+
+
+def _shared(held: _Held, x: Tensor) -> Any:
+    held.space.a = held.space.b = [held.space.a[0] + x, held.space.a[1]]
+
+
+def _returned(held: _Held, x: Tensor) -> Any:
+    held.space.a = [held.space.a[0] + x, held.space.a[1]]
+    return held.space.a
+
+
+def _kept(held: _Held, x: Tensor) -> Any:
+    held.space.a = {"h": x, "inner": [x + 1]}
+    held.kept.append(held.space.a["inner"])
+
+
+def _moved(held: _Held, x: Tensor) -> Any:
+    held.space.b, held.space.a = held.space.a, [held.space.a[0] + x, held.space.a[1]]
+
+
+def _exchanged(held: _Held, x: Tensor) -> Any:
+    held.space.a, held.space.b = held.space.b, held.space.a
+    held.space.a[0] = held.space.a[0] + x
+
+
+def _changed(held: _Held, x: Tensor) -> Any:
+    if float(x[0]) > 0:
+        held.space.a = [held.space.a[0] + x, held.space.a[1]]
+    else:
+        held.space.a[0] = held.space.a[1] * 2
+
+
+REFUSED = {
+    _shared: "leaves one list in `.*a` and `.*b`, where a replay would make two",
+    _returned: "leaves in `.*a` a list that something else holds, too",
+    _kept: "leaves in `.*a` a dict that something else holds, too",
+    _moved: "leaves in `.*b` a list that something else holds, too",
+    _exchanged: "a list that something else holds, too|leaves one list",
+    _changed: "changes the list in `.*a` in place, where earlier calls put another one",
+}
+
+
+def _runs(change: Any, capture: Callable[[Any], Any]) -> tuple[list[Any], Any]:
+    """What each of some calls leaves, and which objects are one."""
+    torch.manual_seed(0)
+    space = types.SimpleNamespace(a=[torch.zeros(2), torch.ones(2)], b=[torch.ones(2)] * 2)
+    held = _Held(space)
+    step, found = capture(lambda x: change(held, x)), []
+    for _ in range(24):
+        result = step(torch.randn(2))
+        a, b = space.a, space.b
+        found += [a is b, result is a, any(each is a for each in held.kept), type(a)]
+        tree = [a, b, result, held.kept]
+        found += [t.clone() for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)]
+    return found, step
+
+
+@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
+def test_list_that_something_else_holds_is_refused(change: Any) -> None:
+    """A replay would leave another list there: what holds the first one would not see it change."""
+    (expected, _), (found, step) = _runs(change, lambda s: s), _runs(change, fz.capture)
+    assert len(expected) == len(found) and all(map(_equal, expected, found))
+    (error,) = step._refused.values()
+    assert re.search(REFUSED[change], str(error)), str(error)
+
+
+def _ring(held: _Held, x: Tensor) -> Any:
+    held.space.a = [*held.space.a[1:], held.space.a[0] * 0.5 + x]
+
+
+def _ring_in_place(held: _Held, x: Tensor) -> Any:
+    held.space.a.append(held.space.a[0] * 0.5 + x)
+    held.space.a.pop(0)
+
+
+def _pointer(held: _Held, x: Tensor) -> Any:
+    n = getattr(held.space, "n", 0)
+    held.space.a[n % 2], held.space.n = held.space.a[(n + 1) % 2] + x, n + 1
+
+
+def _copies(held: _Held, x: Tensor) -> Any:
+    held.space.a = [held.space.a[1] + x, held.space.a[0] * 2]
+    held.space.b = [*held.space.a]
+
+
+def _crossed(held: _Held, x: Tensor) -> Any:
+    a, b = held.space.a, held.space.b
+    held.space.a, held.space.b = [b[0] + x, b[1]], [a[0], a[1] * 1.1]
+
+
+def _emptied(held: _Held, x: Tensor) -> Any:
+    (h, c), held.space.a = held.space.a, None
+    held.space.a = [c + x, h * 2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_ring, _ring_in_place, _pointer, _copies, _crossed, _emptied],
+    ids=lambda change: change.__name__,
+)
+def test_tensors_change_places(change: Any) -> None:
+    (expected, _), (found, step) = _runs(change, lambda s: s), _runs(change, fz.capture)
+    assert len(expected) == len(found) and all(map(_equal, expected, found))
+    assert step.stats.replays > 8, step.explain()
+    assert step.stats.audits and not step.stats.audit_failures
+
+
+class Rings(torch.optim.Optimizer):
+    """An optimizer that keeps gradients of some steps in a container for each parameter."""
+
+    def __init__(self, params: Any, change: Callable[[dict[str, Any], Tensor], None]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.change = change
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["ring"] = [torch.zeros_like(p) for _ in range(3)]
+                    state["n"], state["m"] = 0, {"first": torch.zeros_like(p)}
+                self.change(state, p.grad)
+                p.add_(sum(state["ring"]) / 3 + state["m"]["first"], alpha=-group["lr"])
+
+
+def _new_list(state: dict[str, Any], grad: Tensor) -> None:
+    state["ring"] = [*state["ring"][1:], grad.clone()]
+
+
+def _first_out(state: dict[str, Any], grad: Tensor) -> None:
+    state["ring"].append(grad.clone())
+    if len(state["ring"]) > 5:
+        state["ring"].pop(0)
+
+
+def _by_pointer(state: dict[str, Any], grad: Tensor) -> None:
+    state["ring"][state["n"] % 3] = grad.clone()
+    state["n"] += 1
+
+
+def _new_dict(state: dict[str, Any], grad: Tensor) -> None:
+    state["m"] = {"first": state["m"]["first"] * 0.9 + grad}
+
+
+def _in_dict_of_state(state: dict[str, Any], grad: Tensor) -> None:
+    state["m"]["first"] = state["m"]["first"] * 0.9 + grad
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_new_list, _first_out, _by_pointer, _new_dict, _in_dict_of_state],
+    ids=lambda change: change.__name__,
+)
+def test_containers_in_optimizer_state(change: Any) -> None:
+    def run(capture: Callable[[Any], Any]) -> tuple[list[Tensor], Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = Rings(model.parameters(), change)
+
+        def step(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        each, found = capture(step), []
+        for i in range(70):
+            if i == 30 and change is not _by_pointer:  # other lists, with the same contents
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            found += [each(torch.randn(2, 4)), model.weight.detach().clone()]
+        return found, each
+
+    (expected, _), (found, step) = run(lambda s: s), run(fz.capture)
+    assert all(map(torch.equal, expected, found))
+    assert step.stats.replays > 40, step.explain()
+    assert not step.stats.audit_failures
 
 
 def test_state_of_call_before_is_kept() -> None:
