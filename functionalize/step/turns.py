@@ -13,6 +13,9 @@ it runs eagerly, and a recording that it may have disturbed is not judged (`dist
 
 A step that is refused for good runs without a turn: what it does in threads of its own is no concern of ours.
 
+The backward of a captured forward and the optimizer after it run outside of its turn. So while two threads live that
+call captured forwards, these run eagerly (`forwards_elsewhere`).
+
 A thread may take a turn inside its own: a step that calls a captured step. The child of `fork` has no turns of other
 threads, which it does not have.
 """
@@ -43,6 +46,7 @@ class Turns:
     def __init__(self) -> None:
         self.disturbances = 0
         self._threads: WeakSet[threading.Thread] = WeakSet()
+        self._of_forwards: WeakSet[threading.Thread] = WeakSet()
         self._here = threading.local()
         self.forget()
 
@@ -57,6 +61,12 @@ class Turns:
         """The identifiers of threads that call captured steps, and take no numbers from those of others."""
         alive = (thread for thread in list(self._threads) if thread.is_alive())
         return {thread.ident for thread in alive if thread.ident is not None}
+
+    def forwards_elsewhere(self) -> bool:
+        """Whether another thread that lives has called captured forwards, as this one does."""
+        here = threading.current_thread()
+        self._of_forwards.add(here)
+        return any(thread is not here and thread.is_alive() for thread in list(self._of_forwards))
 
     def take(self, patience: Callable[[], float]) -> Turn | None:
         """A turn, when the other threads have had theirs; None: the thread that has it stands still.

@@ -62,6 +62,7 @@ from functionalize.step.recording import StepRecording
 from functionalize.step.replayed_step import EVERY_CALL
 from functionalize.step.stages import Invocation, RecordedRun
 from functionalize.step.stats import ProgramCounts
+from functionalize.step.turns import TURNS
 from functionalize.step.vote import RankVote
 from functionalize.step_backward.audited_forward import AuditedForward
 from functionalize.step_backward.backward_of import ReplayedForward
@@ -76,6 +77,7 @@ from functionalize.step_backward.pair import BackwardProgram, ForwardProgram, is
 from functionalize.step_backward.predicted_forward import PredictedForward
 from functionalize.step_backward.recorded_forward import RecordedForward, note_hooks_inside
 from functionalize.util.gc_pause import only_young_collections
+from functionalize.util.process_groups import has_ranks
 from functionalize.util.user_warning import warn_uncapturable
 
 log = logging.getLogger("functionalize")
@@ -104,6 +106,7 @@ class CapturedForward(PredictedForward):
         # number of a call -> its forward, which left its own graph, until its backward
         self._awaited: dict[int, JointRun] = {}
         self._calls = 0
+        self._was_elsewhere = False  # whether a call ran eagerly because of another thread
         self._nodes: WeakSet[Any] = WeakSet()
 
     @property
@@ -147,6 +150,14 @@ class CapturedForward(PredictedForward):
         return count > _PATIENCE and bool(count & (count - 1))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not has_ranks() and TURNS.forwards_elsewhere():
+            if not self._was_elsewhere:
+                self._was_elsewhere = True
+                warn_uncapturable(
+                    f"{self._name} runs eagerly while two threads call captured forwards, as their backwards run "
+                    "outside (`backward=True`): capture whole steps"
+                )
+            return self._run_eagerly(args, kwargs)
         self._calls += not self.is_busy
         return super().__call__(*args, **kwargs)
 

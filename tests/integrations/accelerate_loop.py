@@ -83,5 +83,10 @@ def train(captured: bool, checkpoint: Checkpoint | None = None) -> Training:
                 numbers.append(loss_of(model, x, y).item())
     text = found.explain() if found is not None else ""
     return Training(
-        numbers, tensors_of(model, optimizer.optimizer), counter.calls, counter.replays, text
+        numbers,
+        tensors_of(model, optimizer.optimizer),
+        counter.calls,
+        counter.replays,
+        text,
+        counter.differences,
     )

@@ -97,4 +97,11 @@ def train(captured: bool, checkpoint: Checkpoint | None = None) -> Training:
                 counter.call(epoch)
                 numbers.append(loss_of(model, x, y).item())
     text = found.explain() if found is not None else ""
-    return Training(numbers, tensors_of(model.module, plain), counter.calls, counter.replays, text)
+    return Training(
+        numbers,
+        tensors_of(model.module, plain),
+        counter.calls,
+        counter.replays,
+        text,
+        counter.differences,
+    )

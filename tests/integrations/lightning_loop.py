@@ -183,4 +183,5 @@ def train(captured: bool, checkpoint: Checkpoint | None = None) -> Training:
         counter.calls,
         counter.replays if captured else 0,
         alone.step.explain() if by_step else callback.explain(),
+        counter.differences,
     )

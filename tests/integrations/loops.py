@@ -30,20 +30,25 @@ from torch.utils.data import TensorDataset
 
 from tests.ports import free_port
 
-ROWS, BATCH, EPOCHS = 44, 8, 10  # the last batch is short
+ROWS, BATCH = 44, 8  # the last batch is short
+EPOCHS = int(os.environ.get("LOOP_EPOCHS", "10"))
 WIDTH, LAYERS, TOKENS = 16, 2, 12  # of the models; a sequence of a language model
 WARM, SAVED = 4, 5  # epochs; the checkpoint is between two
-SECONDS = 120  # of a training, which may hang
+SECONDS = 100 + 2 * EPOCHS  # of a training, which may hang
 
 
 class Training(NamedTuple):
-    """What one training gave: all numbers that it logged, its tensors, its calls and replays after the warm-up."""
+    """What one training gave: all numbers that it logged, its tensors, its calls and replays after the warm-up.
+
+    differences: that audits found, and forwards that ran again for a backward without a program.
+    """
 
     numbers: list[Any]
     tensors: dict[str, Tensor]
     calls: int = 0
     replays: int = 0
     text: str = ""
+    differences: int = 0
 
 
 class Checkpoint(NamedTuple):
@@ -142,6 +147,12 @@ class Counter:
     def replays(self) -> int:
         return self._done - self._before
 
+    @property
+    def differences(self) -> int:
+        """The audits that have failed, and the forwards that ran again, since the first call."""
+        stats = getattr(self._step, "stats", None)
+        return 0 if stats is None else stats.audit_failures + stats.reruns
+
 
 def outcome(eager: Training, ours: Training, resumed: bool = False) -> dict[str, Any]:
     """What the test asserts, of this rank. resumed: whether `ours` has the last numbers only."""
@@ -161,6 +172,7 @@ def outcome(eager: Training, ours: Training, resumed: bool = False) -> dict[str,
         "calls": ours.calls,
         "replays": ours.replays,
         "text": ours.text,
+        "differences": ours.differences,
     }
 
 

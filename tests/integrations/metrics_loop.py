@@ -81,4 +81,5 @@ def train(captured: bool, checkpoint: Checkpoint | None = None) -> Training:
         observer.counter.calls,
         observer.counter.replays if captured else 0,
         observer.step.explain() if captured else "",
+        observer.counter.differences,
     )

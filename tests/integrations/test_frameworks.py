@@ -70,12 +70,13 @@ def test_a_framework_trains_as_in_eager(loop: str, world: int, trained: Path):
         assert found["same_numbers"] and found["numbers"] >= 30, found
         assert not found["differ"] and found["tensors"] > 20, found
         assert found["calls"] and found["replays"] >= 0.9 * found["calls"], found
+        assert not found["differences"], found
         assert "boundary: " in found["text"], found["text"]
 
 
 def test_a_step_logs_metrics_as_objects(trained: Path):
     (found,) = answers(trained, "lightning", "metrics.1", 1)
-    assert found["same_numbers"] and found["numbers"] >= 60, found
+    assert found["same_numbers"] and found["numbers"] >= 60 and not found["differences"], found
     assert not found["differ"] and found["tensors"] > 20, found
     assert found["replays"] >= 0.8 * found["calls"] > 0, (
         found

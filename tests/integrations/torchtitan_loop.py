@@ -180,4 +180,5 @@ def train(captured: bool, checkpoint: Checkpoint | None = None) -> Training:
         counter.calls,
         counter.replays,
         step.explain() if step is not None else "",
+        counter.differences,
     )

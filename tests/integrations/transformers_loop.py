@@ -146,4 +146,5 @@ def train(captured: bool, checkpoint: Checkpoint | None = None) -> Training:
         calls,
         observer.counter.replays if captured else 0,
         callback.explain() if callback is not None else "",
+        observer.counter.differences,
     )

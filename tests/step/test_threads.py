@@ -85,6 +85,32 @@ def test_steps_that_reach_each_other(count, warm):
         assert all(step.stats.replays for step in steps)
 
 
+def test_forwards_in_two_threads():
+    """What follows a forward in its thread is in no turn: both run eagerly, and replay when one has ended."""
+    model = nn.Linear(6, 3)
+    forwards = [fz.capture(lambda x: model(x).square().mean(), backward=True) for _ in range(2)]
+    for x in BATCHES[:6]:
+        forwards[0](x).backward()
+    replays, begun, go = forwards[0].stats.replays, threading.Event(), threading.Event()
+
+    def work():
+        forwards[1](BATCHES[0]).backward()
+        begun.set()
+        assert go.wait(60)
+
+    thread = threading.Thread(target=work)
+    with pytest.warns(fz.UncapturableWarning, match="while two threads call captured forwards"):
+        thread.start()
+        assert begun.wait(60)
+        forwards[0](BATCHES[0]).backward()
+    assert forwards[0].stats.replays == replays
+    assert [forward.stats.eager > 0 for forward in forwards] == [True, True]
+    go.set()
+    thread.join()
+    forwards[0](BATCHES[0]).backward()
+    assert forwards[0].stats.replays > replays
+
+
 def test_one_step_called_by_two_threads():
     (eager,), (step,) = trainers(lambda fn: fn, 1), trainers(fz.capture, 1)
     wanted, got = [eager(x) for x in BATCHES], []
