@@ -12,6 +12,7 @@ from torch import Tensor
 from functionalize.ir.inputs import Call, InputSpec
 from functionalize.ir.ops import geometry_of
 from functionalize.ir.scalars import ScalarInput, evaluated, expression_text
+from functionalize.util.reading import is_a
 from functionalize.util.structure import holds_tensors
 from functionalize.util.text import without_numbers
 
@@ -121,7 +122,7 @@ def same_constant(now: Any, was: Any) -> bool:
     """Whether two values that are no tensors are the same: -0.0 is not 0.0; arrays are compared by their bytes."""
     if type(now) is not type(was):
         return False
-    if isinstance(now, (float, complex)):
+    if is_a(now, (float, complex)):
         return repr(now) == repr(was)
     if _is_array(now):
         same = now.dtype == was.dtype and now.shape == was.shape

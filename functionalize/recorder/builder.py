@@ -59,6 +59,7 @@ from functionalize.recorder.recorder import Recorder
 from functionalize.scalars.live_scalars import expression_of
 from functionalize.scalars.scalar_log import Fact
 from functionalize.tape.anomaly import nan_check
+from functionalize.util.reading import is_a
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.util.user_stack import line_of
 
@@ -287,19 +288,17 @@ class Builder:
             for t in plain_tensors(leaf) if id(leaf) not in outside else []:
                 seen.setdefault(self.recorder.storages.ref(t).storage, set()).add(id(t))
         self._shared = {storage for storage, objects in seen.items() if len(objects) > 1}
-        argument_index = {
-            id(leaf): i for i, leaf in enumerate(arguments) if isinstance(leaf, Tensor)
-        }
+        argument_index = {id(leaf): i for i, leaf in enumerate(arguments) if is_a(leaf, Tensor)}
         roles: list[OutputRole] = []
         first: dict[int, int] = {}
         for i, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and id(leaf) in outside:
+            if is_a(leaf, Tensor) and id(leaf) in outside:
                 roles.append(Constant(leaf))
             elif id(leaf) in argument_index:
                 roles.append(LeafItself(argument_index[id(leaf)]))
             elif id(leaf) in places:
                 roles.append(places[id(leaf)])
-            elif isinstance(leaf, Tensor) and id(leaf) in first:
+            elif is_a(leaf, Tensor) and id(leaf) in first:
                 roles.append(SameAs(first[id(leaf)]))
             else:
                 try:
@@ -311,7 +310,7 @@ class Builder:
         return roles
 
     def _role(self, leaf: Any) -> OutputRole:
-        if not isinstance(leaf, Tensor):
+        if not is_a(leaf, Tensor):
             expression = expression_of(leaf, self.recorder.scalar_log)
             if expression is None:
                 return Constant(leaf)

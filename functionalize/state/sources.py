@@ -27,7 +27,7 @@ from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.inputs import Argument, Call, Source, watch
 from functionalize.planning.timeline.categories import category_of
 from functionalize.planning.timeline.timeline import Category
-from functionalize.util.reading import elements_of, entry_of, item_of, items_of
+from functionalize.util.reading import elements_of, entry_of, is_a, item_of, items_of
 from functionalize.util.tensor_wrappers import is_no_wrapper, local_tensor, plain_tensors_by_path
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.fact_text import NUMBERS
@@ -264,7 +264,7 @@ def parameters(roots: Roots, leaves: Sequence[Any]) -> Iterator[tuple[str, Sourc
     found += [(name, Argument(i), leaf) for i, (name, leaf) in enumerate(arguments)]
     found += roots.tensors
     for name, source, value in found:
-        if not isinstance(value, Tensor) or (at := address(value)) in seen:
+        if not is_a(value, Tensor) or (at := address(value)) in seen:
             continue
         if may_have_grad(value):
             seen.add(at)
@@ -374,7 +374,7 @@ def made_outside(roots: Roots, leaves: Sequence[Any]) -> dict[Any, str]:
     return {
         value.grad_fn: name
         for name, _, value in _places(roots, Call(leaves, []), ())
-        if isinstance(value, Tensor) and value.grad_fn is not None
+        if is_a(value, Tensor) and value.grad_fn is not None
     }
 
 

@@ -31,6 +31,7 @@ from functionalize.program.program import Program
 from functionalize.state.python_effects import PythonEffect
 from functionalize.state.sources import Gradient, Slot
 from functionalize.step.vote import Fingerprints
+from functionalize.util.reading import is_a
 from functionalize.util.structure import odd_keys
 from functionalize.util.text import without_numbers
 from functionalize.walk.fact_text import NUMBERS
@@ -132,7 +133,7 @@ class CachedProgram:
         """An estimate of the memory that the program keeps: nodes with their code and op stream, constants."""
         if self._sized is None or self._sized[0] is not self.program:
             held = [*self.program.constants.values(), *(s.source for s in self.program.inputs)]
-            tensors = [t for t in (getattr(h, "value", h) for h in held) if isinstance(t, Tensor)]
+            tensors = [t for t in (getattr(h, "value", h) for h in held) if is_a(t, Tensor)]
             nbytes = _NODE_NBYTES * self.program.nodes() + sum(t.nbytes for t in tensors)
             self._sized = self.program, nbytes
         return self._sized[1]
@@ -149,15 +150,15 @@ def _kind_of(leaf: Tensor) -> tuple[type, ...]:
 
 
 def _key_of_leaf(leaf: Any) -> Hashable:
-    if isinstance(leaf, Tensor):
+    if is_a(leaf, Tensor):
         try:
             # A subclass has a `__torch_function__` of its own, and code may ask for the type.
             return leaf.shape, leaf.dtype, leaf.device, _differentiated(leaf), *_kind_of(leaf)
         except RuntimeError:  # a nested tensor, which is refused when the call is recorded
             return "nested", leaf.dtype
-    if isinstance(leaf, (float, complex)):
+    if is_a(leaf, (float, complex)):
         return repr(leaf)
-    return ("number", leaf) if isinstance(leaf, NUMBERS) else ("object", type(leaf))
+    return ("number", leaf) if is_a(leaf, NUMBERS) else ("object", type(leaf))
 
 
 def _differentiated(leaf: Tensor) -> bool | str:

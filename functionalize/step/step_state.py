@@ -58,6 +58,7 @@ from functionalize.state.step_guards import (
     check_writable,
 )
 from functionalize.state.storage_places import FixedTensor, Places, fixed_tensors
+from functionalize.util.reading import is_a
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.walk.code_uses import is_only_stored
 from functionalize.walk.discovery import note_optimizer, walked, walked_again
@@ -268,7 +269,7 @@ def _facts(
     constants = [
         ConstantGuard(i, frozen_constant(leaf))
         for i, leaf in enumerate(leaves)
-        if not isinstance(leaf, Tensor)
+        if not is_a(leaf, Tensor)
     ]
     hyperparameters = [HyperparameterGuard.of(n, o, lifted) for n, o in roots.optimizers.items()]
     return [
@@ -282,7 +283,7 @@ def _facts(
 
 def _tensor_arguments(roots: Roots, leaves: Sequence[Any]) -> Iterator[tuple[str, Source, Tensor]]:
     for i, (name, leaf) in enumerate(zip(roots.arguments, leaves, strict=True)):
-        if isinstance(leaf, Tensor):
+        if is_a(leaf, Tensor):
             yield name, Argument(i), leaf
 
 

@@ -4,6 +4,7 @@
     items_of(module._buffers)        its pairs; also `keys_of`, `values_of`
     elements_of(groups)              its elements, in their order
     size_of(groups)                  their number
+    is_a(batch, Mapping)             its type, whatever it says that its class is
 
 `container[key]` calls `__getitem__` and `__missing__` of the container's class: a `defaultdict` makes an entry when it
 is read. Sources, guards and the walk read the state of a step by these functions.
@@ -13,13 +14,27 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 _ABSENT = object()
 # Containers whose `container[key]` runs no Python code, and makes nothing.
 PLAIN_CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
 # An `OrderedDict` has an order of its own, which the methods of `dict` do not see.
 _BASES: tuple[Any, ...] = (OrderedDict, dict, list, tuple, set, frozenset, deque)
+
+
+def is_a(value: Any, kinds: type | tuple[type, ...]) -> TypeGuard[Any]:
+    """`isinstance(value, kinds)`, by the type: `isinstance` asks the object for its `__class__`."""
+    return issubclass(type(value), kinds)
+
+
+def table_of(value: Any) -> dict[str, Any] | None:
+    """The `__dict__` of an object, read past a `__getattribute__` of its class; None without one."""
+    try:
+        table = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return table if isinstance(table, dict) else None
 
 
 def item_of(container: Any, key: Any) -> Any:

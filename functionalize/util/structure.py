@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from functionalize._compat.graphs import pytree
 from functionalize.util.code_objects import closed_function, enclosed, opened_function
+from functionalize.util.reading import is_a, table_of
 
 _NUMBERS = (bool, int, float, complex, str, bytes, NoneType)
 _ATOMS = (*_NUMBERS, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -126,9 +127,9 @@ def sketch(spec: pytree.TreeSpec) -> Any:
 
 def holds_tensors(leaf: Any) -> bool:
     """Whether an object that is a leaf of the structure holds tensors."""
-    if type(leaf) in _CLOSED or isinstance(leaf, (Tensor, type, *_STATEFUL)):
+    if type(leaf) in _CLOSED or is_a(leaf, (Tensor, type, *_STATEFUL)):
         return False
-    return any(isinstance(x, Tensor) for x in _inside(leaf))
+    return any(is_a(x, Tensor) for x in _inside(leaf))
 
 
 # -- objects as pytree nodes -----------------------------------------------------------------------
@@ -250,7 +251,7 @@ def _opened(leaf: Any, result: bool, above: frozenset[int]) -> Any:
     beside = {
         name: value
         for name, value in children.items()
-        if isinstance(leaf, (dict, UserDict)) and name != "data" and not _counts(value)
+        if is_a(leaf, (dict, UserDict)) and name != "data" and not _counts(value)
     }
     names = tuple(name for name in children if name not in beside)
     inner = [_opened_inside(v, result, above) for v in items]
@@ -268,11 +269,11 @@ def _opened_function(function: FunctionType, above: frozenset[int]) -> Any:
     emptied, (defaults, *contents) = found
     within = above | {id(function)}
     parts = [_opened_inside(each, False, within) for each in (defaults, *contents)]
-    leaves = pytree.tree_leaves(tuple(parts), is_leaf=lambda part: isinstance(part, (list, dict)))
+    leaves = pytree.tree_leaves(tuple(parts), is_leaf=lambda part: is_a(part, (list, dict)))
     data = [leaf for leaf in leaves if type(leaf) is not FunctionType or enclosed(leaf)]
-    if not all(isinstance(leaf, (Tensor, *_ATOMS)) for leaf in data):
+    if not all(is_a(leaf, (Tensor, *_ATOMS)) for leaf in data):
         return function  # what it encloses may change, or is state
-    if contents and not above and not any(isinstance(leaf, Tensor) for leaf in leaves):
+    if contents and not above and not any(is_a(leaf, Tensor) for leaf in leaves):
         return function
     names = ("code", "defaults", *function.__code__.co_freevars)
     return Opened(_Shape(FunctionType, (), names, ()), [emptied, *parts])
@@ -300,15 +301,15 @@ def _is_data(kind: type, children: list[Any], result: bool) -> bool:
     if known and not result and all(map(_is_flat, children)):
         return True
     leaves = pytree.tree_leaves(children)
-    if any(isinstance(leaf, _STATEFUL) for leaf in leaves):
+    if any(is_a(leaf, _STATEFUL) for leaf in leaves):
         return False
     if known and not result:
         return True
-    if not any(isinstance(leaf, (Tensor, *_SYMBOLIC)) for leaf in leaves):
+    if not any(is_a(leaf, (Tensor, *_SYMBOLIC)) for leaf in leaves):
         return False
     if known or kind.__module__.partition(".")[0] == "torch":
         return known
-    return result or all(isinstance(leaf, (Tensor, *_ATOMS)) for leaf in leaves)
+    return result or all(is_a(leaf, (Tensor, *_ATOMS)) for leaf in leaves)
 
 
 @lru_cache(maxsize=4096)
@@ -322,9 +323,9 @@ def _counts(value: Any) -> bool:
     if _is_flat(value):
         return True
     leaves = pytree.tree_leaves(value)
-    if any(isinstance(leaf, Tensor) for leaf in leaves):
+    if any(is_a(leaf, Tensor) for leaf in leaves):
         return True
-    return all(isinstance(leaf, _ATOMS) for leaf in leaves)
+    return all(is_a(leaf, _ATOMS) for leaf in leaves)
 
 
 @lru_cache(maxsize=4096)
@@ -357,17 +358,19 @@ def _blank(kind: type) -> Any:
 
 
 def _items(value: Any) -> tuple[tuple[Any, ...], list[Any]]:
-    if not isinstance(value, dict):
+    if not is_a(value, dict):
         return (), []
     return tuple(dict.keys(value)), list(dict.values(value))
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    found = dict(getattr(value, "__dict__", ()))
+    found = dict(table_of(value) or {})
     kind: Any = type(value)
     for name in _slots(kind):
-        if hasattr(value, name):
-            found[name] = getattr(value, name)
+        try:
+            found[name] = object.__getattribute__(value, name)
+        except AttributeError:  # an empty one
+            continue
     return found
 
 
@@ -386,16 +389,16 @@ def _slots(kind: Any) -> tuple[str, ...]:
 
 def _inside(leaf: Any, depth: int = 4) -> Iterator[Any]:
     """The objects that an object refers to: items, attributes, closure cells; not those of modules or globals."""
-    if isinstance(leaf, (*_STATEFUL, type, *_ATOMS)) or depth == 0:
+    if is_a(leaf, (*_STATEFUL, type, *_ATOMS)) or depth == 0:
         return
     held = enclosed(leaf)
-    if isinstance(leaf, Mapping):
+    if is_a(leaf, Mapping):
         held = list(leaf.values())
-    elif isinstance(leaf, (list, tuple, set, frozenset)):
+    elif is_a(leaf, (list, tuple, set, frozenset)):
         held = list(leaf)
     for each in (*held, *_attributes(leaf).values()):
         yield each
-        if not isinstance(each, Tensor):
+        if not is_a(each, Tensor):
             yield from _inside(each, depth - 1)
 
 

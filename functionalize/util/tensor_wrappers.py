@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from functionalize._compat.dispatch import is_traceable_wrapper_subclass
 from functionalize._compat.distributed import is_dtensor_class
 from functionalize._compat.fakes import FakeTensor
+from functionalize.util.reading import is_a
 
 _PLAIN = frozenset({Tensor, nn.Parameter})  # a parameter of a subclass has the subclass's type
 _NO_WRAPPERS = _PLAIN | {FakeTensor}
@@ -64,10 +65,12 @@ def plain_tensors_by_path(
     value: Any, above: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Tensor]]:
     """Each plain tensor inside a value with its path of attributes. above: the path of `value` itself."""
+    if not is_a(value, Tensor):
+        return
     if is_traceable_wrapper_subclass(value):
         for name in value.__tensor_flatten__()[0]:
             yield from plain_tensors_by_path(getattr(value, name), (*above, name))
-    elif isinstance(value, Tensor):
+    else:
         yield above, value
 
 

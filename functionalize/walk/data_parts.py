@@ -43,6 +43,7 @@ from functionalize._compat.autograd import saved_tensor_hooks
 from functionalize._compat.dispatch import function_modes
 from functionalize._compat.modules import global_hooks
 from functionalize.util.packages import is_users
+from functionalize.util.reading import is_a
 from functionalize.walk.code_names import TEXT, NameFilter, globals_of
 from functionalize.walk.fact_text import PLAIN
 from functionalize.walk.parts import Held, Part, Parts
@@ -64,12 +65,12 @@ C_DATA = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
 def value_parts(value: Any) -> Parts:
     """A number, text, or another immutable value."""
     kind = type(value)
-    if isinstance(value, slice):
+    if is_a(value, slice):
         return Parts(kind, [Part(k, getattr(value, k)) for k in ("start", "stop", "step")])
-    if isinstance(value, re.Pattern):
+    if is_a(value, re.Pattern):
         return Parts((kind, value.pattern, value.flags))
     for base in (float, int, str, bytes, complex):
-        if isinstance(value, base):  # a subclass may have another `__repr__`
+        if is_a(value, base):  # a subclass may have another `__repr__`
             return Parts((kind, base.__repr__(value)))
     return Parts((kind, repr(value)))
 
@@ -92,14 +93,14 @@ class SetOrder:
 def container(value: Any) -> Parts:
     """A container: its type, its size, its keys, its elements."""
     kind = type(value)
-    is_table = isinstance(value, (dict, types.MappingProxyType))
+    is_table = is_a(value, (dict, types.MappingProxyType))
     elements = _elements(value)
     size = len(elements)
     if size > MAX_SEPARATE_FACTS:
         entries = _entries(value) if is_table else []
         plain = [*elements, *entries]
         if set(map(type, plain)) <= BY_EQUALITY:
-            is_set = isinstance(value, (set, frozenset))
+            is_set = is_a(value, (set, frozenset))
             if is_set:
                 return Parts((kind, size, frozenset(elements), SetOrder(tuple(elements))))
             return Parts((kind, size, tuple(plain)))
@@ -116,14 +117,14 @@ def container(value: Any) -> Parts:
             for i, (key, content) in enumerate(zip(elements, _entries(value), strict=True))
         ]
         held += [Part(f"key {i}", key) for i, key in enumerate(elements) if type(key) is not str]
-        if isinstance(value, defaultdict):
+        if is_a(value, defaultdict):
             held.append(Part("default_factory", value.default_factory))
         return Parts((kind, size, tuple(k if type(k) is str else type(k) for k in elements)), held)
-    if isinstance(value, (list, tuple)):
+    if is_a(value, (list, tuple)):
         return Parts(
             (kind, size), [Part(i, v, f"+_{i}", Held(value, i)) for i, v in enumerate(elements)]
         )
-    is_set = not isinstance(value, deque)
+    is_set = not is_a(value, deque)
     order = (SetOrder(tuple(e for e in elements if type(e) in PLAIN)),) if is_set else ()
     ordered = sorted(elements, key=_order) if is_set else elements
     held = [Part(i, v, f"+_{i}") for i, v in enumerate(ordered)]
@@ -133,15 +134,15 @@ def container(value: Any) -> Parts:
 def _elements(value: Any) -> list[Any]:
     bases: tuple[Any, ...] = (list, tuple, OrderedDict, dict, set, frozenset, deque)
     for base in bases:
-        if isinstance(value, base):
+        if is_a(value, base):
             return list(base.__iter__(value))
     return list(value)
 
 
 def _entries(table: Any) -> list[Any]:
-    if isinstance(table, OrderedDict):  # it has an order of its own
+    if is_a(table, OrderedDict):  # it has an order of its own
         return list(OrderedDict.values(table))
-    return list(dict.values(table)) if isinstance(table, dict) else list(table.values())
+    return list(dict.values(table)) if is_a(table, dict) else list(table.values())
 
 
 def _key_text(key: Any, index: int) -> Any:
@@ -191,7 +192,7 @@ def process_generators() -> Iterator[tuple[str, Any]]:
 
 def random_generator(value: random.Random) -> Parts:
     """A generator of Python's random numbers. One of the system has no state that can be read."""
-    if isinstance(value, random.SystemRandom):
+    if is_a(value, random.SystemRandom):
         return Parts(type(value), is_opaque=True)
     return Parts(type(value), [Part("state", random.Random.getstate(value))], is_moved=True)
 
@@ -219,7 +220,7 @@ def suspended(value: types.GeneratorType[Any, Any, Any], names: NameFilter) -> P
 
 
 def _is_of_loops(value: Any) -> bool:
-    return type(value) in PLAIN or isinstance(value, (Iterator, Tensor))
+    return type(value) in PLAIN or is_a(value, (Iterator, Tensor))
 
 
 def file(value: Any) -> Parts:
@@ -235,14 +236,14 @@ def file(value: Any) -> Parts:
         at = None
     contents = None
     for base in (io.BytesIO, io.StringIO):
-        if isinstance(value, base) and not value.closed:
-            contents = _digest(base.getvalue(value))  # type: ignore[arg-type]
+        if is_a(value, base) and not value.closed:
+            contents = _digest(base.getvalue(value))
     inner = [getattr(value, name) for name in ("buffer", "raw") if _wraps(value, name)]
     return Parts(
         (type(value), at, contents),
         [Part("wrapped", each) for each in inner],
         is_moved=True,
-        is_opaque=isinstance(value, io.BufferedRWPair),
+        is_opaque=is_a(value, io.BufferedRWPair),
     )
 
 
@@ -255,8 +256,8 @@ def _wraps(value: Any, name: str) -> bool:
 
 def waiting(value: Any, names: NameFilter) -> Parts:
     """A queue: its elements, or their number. Asking for its size, or an empty one for more, does not move it."""
-    held = [] if isinstance(value, queue.SimpleQueue) else [Part("queue", list(value.queue))]
-    if isinstance(value, queue.Queue):
+    held = [] if is_a(value, queue.SimpleQueue) else [Part("queue", list(value.queue))]
+    if is_a(value, queue.Queue):
         asked = ["unfinished_tasks"] if "unfinished_tasks" in names.names else []
         held += [Part(name, getattr(value, name)) for name in ("maxsize", *asked)]
     size = value.qsize()

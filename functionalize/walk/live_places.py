@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from functionalize.scalars.live_scalars import left_behind
 from functionalize.util.by_class import by_class
 from functionalize.util.packages import is_users
-from functionalize.util.reading import values_of
+from functionalize.util.reading import is_a, table_of, values_of
 from functionalize.util.tensor_wrappers import address_of
 from functionalize.util.text import with_article
 from functionalize.walk.data_parts import CONTAINERS
 from functionalize.walk.fact_text import NUMBERS, PLAIN
 from functionalize.walk.object_parts import is_read_by_content
-from functionalize.walk.parts import Held, Visit, is_native, slots_of, table_of
+from functionalize.walk.parts import Held, Visit, is_native, slots_of
 from functionalize.walk.unread import is_observable
 
 LIVE_NUMBERS = frozenset({int, float})  # not bool, and no subclass
@@ -91,7 +91,7 @@ class LivePlaces:
     def is_inside(self, place: Held) -> bool:
         """Whether a place is one of a bundle at a live place, or of a container in it."""
         outer = place
-        while isinstance(outer.container, Held):
+        while is_a(outer.container, Held):
             outer = outer.container
         is_live = outer is not place and outer.place in self.values
         return is_live and is_bundle(content(outer))

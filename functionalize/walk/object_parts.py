@@ -41,6 +41,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from functionalize.calls.progress import LOG_CLASSES
 from functionalize.util.code_objects import is_generated
 from functionalize.util.packages import is_users
+from functionalize.util.reading import is_a
 from functionalize.walk import data_parts as data
 from functionalize.walk import parts as objects
 from functionalize.walk.bound_methods import method_parts
@@ -379,7 +380,7 @@ def _environ(value: Any, names: NameFilter) -> Parts:
 
 
 def _logger(value: Any, names: NameFilter) -> Parts:
-    logger = value if isinstance(value, logging.Logger) else value.logger
+    logger = value if is_a(value, logging.Logger) else value.logger
     level = logger.getEffectiveLevel() if isinstance(logger, logging.Logger) else 0
     fact = ("logger", getattr(logger, "name", ""), level, logging.root.manager.disable)
     held = [] if logger is value else [Part("extra", value.extra)]

@@ -30,7 +30,7 @@ from functionalize.util.by_class import by_class
 from functionalize.util.own_values import OWN_VALUES
 from functionalize.util.packages import is_standard, is_users
 from functionalize.util.process_groups import group_name, is_group
-from functionalize.util.reading import item_of
+from functionalize.util.reading import is_a, item_of, table_of
 from functionalize.util.text import with_article
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.code_names import OBJECTS, TEXT, NameFilter, names_of_methods
@@ -52,22 +52,22 @@ class Held:
 
     def resolve(self, call: Call | None = None) -> Any:
         container = self.container
-        if isinstance(container, Held):
+        if is_a(container, Held):
             container = container.resolve()
         if self.key is None:
             return container.cell_contents
-        if isinstance(container, (dict, list, tuple)):
+        if is_a(container, (dict, list, tuple)):
             return item_of(container, self.key)
         return getattr(container, self.key)
 
     def watched(self, call: Call, facts: Unchanged) -> bool:
         container = self.container
-        if isinstance(container, Held):
+        if is_a(container, Held):
             container.watched(call, facts)
             container = container.resolve()
         if self.key is None:
             facts.attribute(container, "cell_contents")
-        elif isinstance(container, (dict, list, tuple)):
+        elif is_a(container, (dict, list, tuple)):
             facts.entry(container, self.key)
         else:
             facts.attribute(container, self.key)
@@ -77,13 +77,13 @@ class Held:
     def home(self) -> int:
         """The id of the object that holds it, for an element of a tuple of the object that holds the tuple."""
         inner = self.container
-        return inner.home if isinstance(inner, Held) else id(inner)
+        return inner.home if is_a(inner, Held) else id(inner)
 
     @property
     def place(self) -> tuple[Any, Any]:
         """A key that is equal for equal places."""
         inner = self.container
-        return (inner.place if isinstance(inner, Held) else id(inner)), self.key
+        return (inner.place if is_a(inner, Held) else id(inner)), self.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,15 +304,6 @@ def _of_bases(kind: type, names: NameFilter) -> NameFilter | None:
     return found
 
 
-def table_of(value: Any) -> dict[str, Any] | None:
-    """The `__dict__` of an object, read past a `__getattribute__` of its class; None without one."""
-    try:
-        table = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
-    return table if isinstance(table, dict) else None
-
-
 def _slots(value: Any, names: Container[Any], every: bool) -> Iterator[Part]:
     # A place in a container is an element, so that what is in its slots has none.
     has_places = not issubclass(type(value), (dict, list, tuple))
@@ -355,7 +346,7 @@ def iterator(value: Any, names: NameFilter) -> Parts:
     parts.is_moved = True
     # `map(scaled, numbers)`: the function is not moved. An `iter(function, end)` may not be, either.
     inner = [part.value for part in parts.held if type(part.value) is tuple]
-    is_kept = isinstance(value, itertools.repeat)  # reading it does not change what it repeats
+    is_kept = is_a(value, itertools.repeat)  # reading it does not change what it repeats
     parts.still = [
         Part(f"function {i}", v) for i, v in enumerate(sum(inner, ())) if is_kept or _is_code(v)
     ]
@@ -363,7 +354,7 @@ def iterator(value: Any, names: NameFilter) -> Parts:
 
 
 def _is_code(value: Any) -> bool:
-    return callable(value) and not isinstance(value, (type, types.BuiltinFunctionType))
+    return callable(value) and not is_a(value, (type, types.BuiltinFunctionType))
 
 
 def callable_or_kind(value: Any, names: NameFilter) -> Parts:
@@ -442,11 +433,7 @@ def attributes_of_tensor(tensor: Any, table: dict[str, Any], names: NameFilter) 
         attribute(table, key)
         for key in (names.of(table) if table else ())
         if key != "_is_param"  # torch's mark of wrappers, which a gathered parameter lacks
-        and (
-            is_plain
-            or type(table[key]) in PLAIN
-            or (own and not isinstance(table[key], torch.Tensor))
-        )
+        and (is_plain or type(table[key]) in PLAIN or (own and not is_a(table[key], torch.Tensor)))
     ]
 
 
@@ -461,7 +448,7 @@ def generator(value: torch.Generator, names: NameFilter) -> Parts:
 def scaler(value: GradScaler, names: NameFilter) -> Parts:
     """A gradient scaler. Its dict by optimizer is rebuilt in every step."""
     table = vars(value)
-    kept = [k for k, v in table.items() if isinstance(v, torch.Tensor) or type(v) in PLAIN]
+    kept = [k for k, v in table.items() if is_a(v, torch.Tensor) or type(v) in PLAIN]
     return Parts(("kind", type(value)), [Part(k, table[k], f"+{k}", Held(table, k)) for k in kept])
 
 

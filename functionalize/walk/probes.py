@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from functionalize._compat.fast_guards import ChangeCount, table_of_class
 from functionalize.util.packages import is_users
-from functionalize.util.reading import item_of, values_of
+from functionalize.util.reading import item_of, table_of, values_of
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.bound_methods import WHOLE
 from functionalize.walk.code_names import NameFilter
@@ -47,7 +47,6 @@ from functionalize.walk.parts import (
     has_only_attributes,
     slot_names,
     slots_of,
-    table_of,
 )
 
 Names = Container[Any] | None

@@ -33,7 +33,7 @@ from functionalize._compat.modules import without_reports
 from functionalize.scalars.live_scalars import is_live
 from functionalize.util.own_values import OWN_VALUES
 from functionalize.util.packages import is_users
-from functionalize.util.reading import elements_of, item_of, items_of, size_of, values_of
+from functionalize.util.reading import elements_of, item_of, items_of, size_of, table_of, values_of
 from functionalize.util.text import with_article
 from functionalize.walk.code_names import NameFilter
 from functionalize.walk.data_parts import (
@@ -65,7 +65,6 @@ from functionalize.walk.parts import (
     Visit,
     attribute,
     attributes_of_tensor,
-    table_of,
 )
 from functionalize.walk.probes import Probes
 from functionalize.walk.roots import Identity, InPlace, Roots, free_name

@@ -1,4 +1,4 @@
-"""Law: what looks at the state of a step calls no method of a container or an object of the user.
+"""Law: what looks at the state or the arguments of a step calls no method of a container or an object of the user.
 
 A profiler counts the calls of methods that classes of this file define, and who called them. The step's own code may,
 and so may torch and Python where eager does as well; this library may not.
@@ -177,8 +177,9 @@ def check(value: str, holder: str, of_tensor: bool, table: str, options: dict[st
         if holder == "module":
             model.held = held
 
-        def step(x: Tensor) -> Tensor:
-            now = held if holder == "cell" else trainer.held if holder == "object" else model.held
+        def step(x: Tensor, *given: Any) -> Tensor:
+            now = held if holder == "cell" else trainer.held if holder == "object" else None
+            now = given[0] if given else model.held if holder == "module" else now
             loss = (model(x) * use(now)).square().mean()
             loss.backward()
             optimizer.step()
@@ -188,7 +189,8 @@ def check(value: str, holder: str, of_tensor: bool, table: str, options: dict[st
         wrapped, found, calls = wrap(step), [], Calls()
         for i in range(8):
             x = torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
-            found.append(called_by_the_library(lambda x=x: wrapped(x), calls).item())
+            given = [held] if holder == "argument" else []
+            found.append(called_by_the_library(lambda x=x, g=given: wrapped(x, *g), calls).item())
         return found, wrapped, calls
 
     expected, _, _ = run(lambda step: step)
@@ -199,7 +201,7 @@ def check(value: str, holder: str, of_tensor: bool, table: str, options: dict[st
 
 
 @pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize("holder", ["cell", "object", "module"])
+@pytest.mark.parametrize("holder", ["cell", "object", "module", "argument"])
 def test_values(value: str, holder: str) -> None:
     check(value, holder, False, "", {})
 
@@ -212,7 +214,7 @@ def test_tables(table: str) -> None:
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from(sorted(VALUES)),
-    st.sampled_from(["cell", "object", "module"]),
+    st.sampled_from(["cell", "object", "module", "argument"]),
     st.booleans(),
     st.sampled_from(TABLES),
     st.sampled_from([{}, {"audit": False}, {"record_after": 1}]),
