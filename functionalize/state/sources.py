@@ -232,9 +232,10 @@ def plain_attributes(roots: Roots, but: Collection[int] = ()) -> Iterator[tuple[
                         yield f"{name}.{key}_{i}", Held(place, i), each
 
 
-def _optimizer_tensors(
+def optimizer_tensors(
     name: str, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, Source, Any]]:
+    """The tensors in the groups and in the state of an optimizer."""
     for g, group in enumerate(elements_of(optimizer.param_groups)):
         for key, value in items_of(group):
             if issubclass(type(value), Tensor):
@@ -388,7 +389,7 @@ def _places(
     for name, slot in places:
         yield name, slot, slot.resolve(call)
     for name, optimizer in roots.optimizers.items():
-        yield from _optimizer_tensors(name, optimizer)
+        yield from optimizer_tensors(name, optimizer)
     for root_name, states in roots.states().items():
         for name, kept in fsdp_tensors(states):
             yield f"{root_name}.{name}", kept, kept.resolve(call)

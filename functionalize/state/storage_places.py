@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from functionalize._compat.references import address
+from functionalize.fsdp.objects import fsdp_parameters
 from functionalize.ir.inputs import Argument, Call, Source
 from functionalize.ir.ops import TensorRef
 from functionalize.recorder.storage_table import StorageTable
@@ -30,13 +31,14 @@ from functionalize.state.sources import (
     Slot,
     candidates,
     module_tensors,
+    optimizer_tensors,
     plain_attributes,
     slots,
 )
-from functionalize.util.tensor_wrappers import address_of
+from functionalize.util.tensor_wrappers import address_of, is_no_wrapper
 from functionalize.walk.fact_text import CARRIED
 from functionalize.walk.live_places import NO_PLACES, LivePlaces, content
-from functionalize.walk.parts import Held, MovedPlace
+from functionalize.walk.parts import Held, MovedPlace, inner_places
 from functionalize.walk.roots import Roots
 
 Named = tuple[str, Source, Tensor]
@@ -77,6 +79,48 @@ class FixedTensor(NamedTuple):
         place = self.source.container if isinstance(self.source, Held) else None
         is_of_list = isinstance(place, Held) and type(content(place)) is list
         return CARRIED if is_of_list else ""
+
+
+class FixedInner(NamedTuple):
+    """A tensor inside a wrapper subclass that the step must not replace: `weight._local_tensor._scale`."""
+
+    name: str
+    place: Held
+    tensor: Tensor
+
+    def change(self, call: Call) -> str | None:
+        """What the step has done to it that a replay would not."""
+        if content(self.place) is self.tensor:
+            return None
+        return f"assigns another tensor to `{self.name}`"
+
+
+def fixed_inside(roots: Roots, swapped: Container[Any], live: LivePlaces) -> Iterator[FixedInner]:
+    """The tensors inside wrapper subclasses that the step finds, sharded ones of FSDP2, but what it moves.
+
+    FSDP2 makes unsharded ones anew. swapped: see `fixed_tensors`.
+    """
+    held: list[Named] = [
+        each for each in module_tensors(roots) if (id(each[1].entries), each[1].name) not in swapped
+    ]
+    for root, states in roots.states().items():
+        for name, source in fsdp_parameters(states):
+            if source.attribute == "sharded_param":
+                held.append((f"{root}.{name}", source, source.resolve(_NO_CALL)))
+    held += roots.tensors
+    for name, optimizer in roots.optimizers.items():
+        held += optimizer_tensors(name, optimizer)
+    seen: set[int] = set()
+    for name, _, tensor in held:
+        if is_no_wrapper(tensor) or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        for names, place, inner in inner_places(tensor):
+            if place.place not in live.values:
+                yield FixedInner(".".join((name, *names)), place, inner)
+
+
+_NO_CALL = Call((), [])
 
 
 def _layout(tensor: Tensor) -> Any:

@@ -57,7 +57,13 @@ from functionalize.state.step_guards import (
     SlotGuard,
     check_writable,
 )
-from functionalize.state.storage_places import FixedTensor, Places, fixed_tensors
+from functionalize.state.storage_places import (
+    FixedInner,
+    FixedTensor,
+    Places,
+    fixed_inside,
+    fixed_tensors,
+)
 from functionalize.util.reading import is_a
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.walk.code_uses import is_only_stored
@@ -90,7 +96,7 @@ class EntryState:
     facts: guards on state that the step itself must not change.
     python_state: the guard on Python objects that the code of the step reads.
     hyperparameters: those that are live numbers in the recording.
-    fixed: tensors that the step must not replace. arguments: those among the leaves.
+    fixed: tensors that the step must not replace. arguments: those among the leaves. inside: those inside of others.
     moving: the places in Python that the step moves, see `moving_state.py`.
     observed: `python_state` without the attributes of libraries' objects that the step does not touch, once it has run.
     """
@@ -105,6 +111,7 @@ class EntryState:
     hyperparameters: frozenset[Key]
     fixed: list[FixedTensor]
     arguments: list[FixedTensor]
+    inside: list[FixedInner]
     moving: MovingPlaces
     observed: ObservedState
 
@@ -168,6 +175,7 @@ class EntryState:
             lifted,
             list(fixed_tensors(roots, fsdp.tables(), state.live)),
             [FixedTensor.of(*each) for each in _tensor_arguments(roots, leaves)],
+            list(fixed_inside(roots, fsdp.tables(), state.live)),
             moving,
             ObservedState(surroundings, AttributeReads(roots, state.seen)),
         )
@@ -243,7 +251,8 @@ class EntryState:
         moves alike.
         """
         call = Call(self.leaves, [])
-        for each in (*self.fixed, *self.arguments):
+        kept: list[FixedTensor | FixedInner] = [*self.fixed, *self.arguments, *self.inside]
+        for each in kept:
             if (change := each.change(call)) is not None:
                 return change
         facts = self.facts

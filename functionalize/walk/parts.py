@@ -24,6 +24,8 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
+from functionalize._compat.dispatch import is_traceable_wrapper_subclass
+from functionalize._compat.distributed import is_dtensor_class
 from functionalize.ir.inputs import Call
 from functionalize.planning.timeline.timeline import Category
 from functionalize.util.by_class import by_class
@@ -31,6 +33,7 @@ from functionalize.util.own_values import OWN_VALUES
 from functionalize.util.packages import is_standard, is_users
 from functionalize.util.process_groups import group_name, is_group
 from functionalize.util.reading import is_a, item_of, table_of
+from functionalize.util.tensor_wrappers import is_no_wrapper
 from functionalize.util.text import with_article
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.code_names import OBJECTS, TEXT, NameFilter, names_of_methods
@@ -425,16 +428,29 @@ def has_only_attributes(value: Any) -> bool:
 def attributes_of_tensor(tensor: Any, table: dict[str, Any], names: NameFilter) -> list[Part]:
     """What a script has assigned to a tensor; of a wrapper, the numbers, since its other attributes are its own.
 
-    Of a class of the user, all but tensors.
+    A `DTensor` has its own ones in slots. Of a class of the user, all but tensors.
     """
-    kind = type(tensor)
-    is_plain, own = kind in (torch.Tensor, torch.nn.Parameter), is_users(kind.__module__)
+    kind: Any = type(tensor)
+    is_plain = kind in (torch.Tensor, torch.nn.Parameter) or is_dtensor_class(kind)
+    own = is_users(kind.__module__)
     return [
         attribute(table, key)
         for key in (names.of(table) if table else ())
         if key != "_is_param"  # torch's mark of wrappers, which a gathered parameter lacks
         and (is_plain or type(table[key]) in PLAIN or (own and not is_a(table[key], torch.Tensor)))
     ]
+
+
+def inner_places(tensor: Any) -> Iterator[tuple[tuple[str, ...], Held, torch.Tensor]]:
+    """The tensors inside a wrapper subclass, with the attributes that lead to each, and its place."""
+    if is_no_wrapper(tensor) or not is_traceable_wrapper_subclass(tensor):
+        return
+    table = table_of(tensor) or {}
+    for name in tensor.__tensor_flatten__()[0]:
+        inner = getattr(tensor, name)
+        yield (name,), Held(table if name in table else tensor, name), inner
+        for names, place, each in inner_places(inner):
+            yield (name, *names), place, each
 
 
 def generator(value: torch.Generator, names: NameFilter) -> Parts:

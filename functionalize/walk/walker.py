@@ -65,6 +65,7 @@ from functionalize.walk.parts import (
     Visit,
     attribute,
     attributes_of_tensor,
+    inner_places,
 )
 from functionalize.walk.probes import Probes
 from functionalize.walk.roots import Identity, InPlace, Roots, free_name
@@ -439,6 +440,11 @@ class PythonState:
         self.probes.add_names_of_tensor(table)
         for part in attributes_of_tensor(tensor, table, self.names):
             self._push(visit, part)
+        for names, place, inner in () if self._is_replay else inner_places(tensor):
+            path: Path = visit.path
+            for each in names:
+                path = path, each
+            self._note_slot(Visit(path[0], "", tensor), Visit(path, "", inner, place))
 
     def _attributes_of(self, visit: Visit, table: dict[str, Any]) -> None:
         """Attributes of a module other than modules, tensors and numbers."""

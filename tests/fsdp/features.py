@@ -305,6 +305,9 @@ GROUPS: dict[str, dict[str, Feature]] = {
         "frozen_weights": Feature("frozen weights", wrapped(make=frozen_weights)),
         "batch_norm": Feature("buffers that change", wrapped(make=Normed)),
         "kept_gradients": Feature("gradients kept", wrapped(), steps.keeping_gradients),
+        "tensor_on_parameter": Feature(
+            "a tensor that the step leaves on a parameter", wrapped(), steps.scaled_by_the_last
+        ),
         "momentum": Feature("SGD with momentum", wrapped(optimizer=momentum)),
         "clip_grad_norm": Feature("`clip_grad_norm_`", wrapped(), steps.clipped),
         "gathered_in_bf16": Feature(

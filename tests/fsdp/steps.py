@@ -51,6 +51,20 @@ def plain(model: Any, optimizer: Optimizer) -> Step:
     return step
 
 
+def scaled_by_the_last(model: Any, optimizer: Optimizer) -> Step:
+    """A number that a step leaves on a sharded parameter, for the next one."""
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        weight = next(model.parameters())
+        loss = loss_of(model, x, y) * getattr(weight, "scale", 1.0)
+        loss.backward()
+        finish(optimizer)
+        next(model.parameters()).scale = 1 / (1 + x.abs().max())
+        return loss.detach()
+
+    return step
+
+
 def keeping_gradients(model: Any, optimizer: Optimizer) -> Step:
     """Gradients are cleared at the start: those of the step stay for the user to see."""
 

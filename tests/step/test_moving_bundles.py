@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
 import functionalize as fz
@@ -580,6 +581,39 @@ def _on_parameter(change: Callable[[Any, Tensor], None], capture: Callable[[Any]
         found.append(each(torch.randn(2, 3)))
         found += [weight.scale, torch.tensor(weight.count), *weight.pair, weight.detach().clone()]
     return found, each
+
+
+@pytest.mark.parametrize("is_parameter", [True, False])
+def test_tensor_inside_a_wrapper(is_parameter: bool) -> None:
+    """A step puts another tensor into a wrapper subclass, as torchao's precomputed scales are put there."""
+
+    def run(capture: Callable[[Any], Any]) -> tuple[list[Tensor], Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        pair: Any = TwoTensor(torch.ones(3), torch.ones(3))
+        if is_parameter:
+            model.pair = nn.Parameter(pair, requires_grad=False)
+        else:
+            model.register_buffer("pair", pair)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x: Tensor) -> Tensor:
+            held: Any = model.pair
+            loss = (model(x) * held.b).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            held.b = x.detach().abs().amax(0)
+            return loss.detach()
+
+        each, found = capture(step), []
+        for _ in range(24):
+            found += [each(torch.randn(4, 3)), model.pair.b.clone(), model.weight.detach().clone()]
+        return found, each
+
+    (expected, _), (found, step) = run(lambda s: s), run(fz.capture)
+    assert all(map(torch.equal, expected, found))
+    assert step.stats.replays > 10, step.explain()
 
 
 def _scale(weight: Any, x: Tensor) -> None:
