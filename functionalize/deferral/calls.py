@@ -209,12 +209,8 @@ class LazyOptimizer:
 
     def explain(self) -> str:
         """The programs of whole iterations, and those of the step alone."""
-        lines = [
-            line
-            for step in (*(joint for joint, _ in self._joints.values()), self._alone)
-            for line in step.explain().splitlines()
-        ]
-        return "\n".join(line for line in lines if not line.startswith("   "))  # no list of inputs
+        steps = (*(joint for joint, _ in self._joints.values()), self._alone)
+        return "\n".join(step.explain() for step in steps)
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:

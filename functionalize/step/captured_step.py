@@ -53,8 +53,10 @@ from functionalize.state.python_state import VaryingNumbers
 from functionalize.step.cache import RESTS, CachedProgram
 from functionalize.step.copies import CopiedStep
 from functionalize.step.explain import explanation
+from functionalize.step.next_call import NextCall
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Built, NotYet, Outcome, Refused, Unkept, WarmUp
+from functionalize.step.plan import Eager, LastPlan, Record, Replay
 from functionalize.step.policy import BUILDING
 from functionalize.step.recording import StepRecording
 from functionalize.step.replayed_step import EVERY_CALL, WAITS
@@ -121,16 +123,38 @@ class CapturedStep(CopiedStep):
         """Whether this call is a part of another recording, of a transform of torch.func, or of forward-mode AD."""
         return is_transformed() or any(isinstance(mode, Recorder) for mode in current_modes())
 
-    def explain(self) -> str:
-        """Why each program exists, which guards missed, where each input comes from, what was refused."""
-        waits = max((unkept.waits for unkept in self._warmups.values()), default=0)
-        sizes, refused, name = self._sizes_text, self._refused.values(), self._name
-        return explanation(name, self.boundary, self.stats, self._cache, refused, waits, sizes)
+    def explain(self, verbose: bool = False) -> str:
+        """What the next call would do and why, then what went wrong, then the programs, one a line.
+
+        verbose: where each input of each program comes from, too, and its guards on numbers.
+        """
+        next_call = NextCall(
+            self._last_plan,
+            self._cache,
+            self._policy,
+            self._refused,
+            EVERY_CALL,
+            self._options.raises,
+            self._warmups,
+            self._is_due,
+            self._vote is not None,
+        )
+        return explanation(
+            self._name,
+            self.boundary,
+            next_call.text,
+            self.stats,
+            self._cache,
+            self._refused.values(),
+            self._sizes_text,
+            verbose,
+        )
 
     def forget(self) -> None:
         """Drop every program; the next call is recorded, and kept at once if the step was captured before."""
         self._policy = self._options.policy()
         self._cache, self._lengths = self._empty_cache(), self._options.lengths()
+        self._last_plan = None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the programs to a file (one per rank: `step.rank0.fzp`), for `load` in another process.
@@ -245,51 +269,63 @@ class CapturedStep(CopiedStep):
         leaves = self._leaves(flat)
         key = self._key(leaves, spec)
         self._cache.begin_call()
+        self._last_plan = LastPlan(key, Replay)
         refused = self._refused.get(key) or self._refused.get(EVERY_CALL)
         if refused is not None:
             return self._run_refused(refused, args, kwargs)
         call = Invocation(args, kwargs, leaves, spec, key)
         if self._vote is None and not self._cache.has(key) and self._is_skipped(call):
-            return self._run_eagerly(args, kwargs)
+            return self._stay_eager(call, "calls of its kind were not worth a recording")
         is_done, result = self._try_replay(call)
         if is_done:
             return result
         if is_done is None:
             log.warning("a replay of %s failed, the call runs eagerly: %s", self._name, result)
-            return self._run_eagerly(args, kwargs)
+            return self._stay_eager(call, f"a replay failed: {result}")
         call = replace(call, reason=str(result))
         if call.reason not in (RARE, WAITS, RESTS):
             self._note_miss(call.reason)
-        if self._skips_recording(call):
-            return self._run_eagerly(args, kwargs)
+        if (why := self._why_not_recorded(call)) is not None:
+            return self._stay_eager(call, why)
         if self._disturbed >= MOST_DISTURBED:
             TURNS.end_innermost()
-            return self._run_eagerly(args, kwargs)
+            return self._stay_eager(call, "steps of other threads have run in its recordings")
         if self._has_live_numbers and self._is_read_elsewhere():
-            return self._run_eagerly(args, kwargs)
+            return self._stay_eager(call, "another thread may read the numbers of a recording")
+        self._last_plan = LastPlan(call.key, Record, call.reason)
         return self._capture(call)
+
+    def _stay_eager(self, call: Invocation, why: str) -> Any:
+        """The callable itself. why: for `explain`."""
+        self._last_plan = LastPlan(call.key, Eager, why)
+        return self._run_eagerly(call.args, call.kwargs)
 
     def _leaves(self, flat: list[Any]) -> Sequence[Any]:
         """The leaves of the arguments with which the callable is called."""
         return flat
 
-    def _skips_recording(self, call: Invocation) -> bool:
-        """Whether to run this call eagerly, unrecorded; if ranks vote, all ranks decide alike."""
+    def _why_not_recorded(self, call: Invocation) -> str | None:
+        """Why this call runs eagerly, unrecorded; None: it is recorded. If ranks vote, all ranks decide alike."""
         if self._is_left_eager or self._vote is not None:
-            return self._is_left_eager
+            return call.reason if self._is_left_eager else None
         rest = self._policy.rest
         if self._cache.is_hurried or rest.takes_call():
-            return True
+            return RESTS
         if self._cache.thrashing or rest.goes_on(self.stats.replays + self.stats.audits):
             self._cache.give_up()
             rest.begin(self.stats.replays + self.stats.audits)
-            return rest.takes_call()
+            return RESTS if rest.takes_call() else None
         if not self._may_record(call.key):
             if self._cache.miss is not None:
                 rest.is_in_vain(self._cache.looked_slowly)
-            return True
+            return (
+                f"{call.reason}; recordings of calls that differ there were of no use, one is made where what is found "
+                "there has come before"
+            )
         most = MAX_WARMUPS if self._has_settled else MOST_WARMUPS
-        return self._unsettled.skips(call.reason, most)
+        if self._unsettled.skips(call.reason, most):
+            return self._unsettled.why(call.reason)
+        return None
 
     def _rests(self) -> bool:
         """Whether the step rests, and asks no program: then a call costs nothing beyond eager."""
@@ -448,6 +484,7 @@ class CapturedStep(CopiedStep):
             unkept = self._warmups.pop(key, None) or Unkept(outcome.summary)
             unkept.summary = outcome.summary
             unkept.reasons[without_numbers(outcome.reason)] += 1
+            unkept.why = outcome.reason
             self._warmups[key] = unkept  # the last one at the end
             self.stats.warmups += 1
         else:
@@ -457,6 +494,7 @@ class CapturedStep(CopiedStep):
     def _keep_program(self, built: Built, call: Invocation) -> None:
         key = self._key_with_sizes(call.key, built.cached.program)
         self._add(key, built.cached)
+        self._last_plan = LastPlan(key, Record, call.reason, is_kept=True)
         self._policy.ledger.pay(BUILDING)
         if self._lengths is not None:
             self._lengths.recorded.note(key)

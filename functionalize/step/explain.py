@@ -1,8 +1,13 @@
-"""`step.explain()`: why each program exists, which guards missed, where each input comes from.
+"""`step.explain()`: what the next call would do, what went wrong, the counts, and the programs, one a line.
 
+the next call like the last one replays program 2
+guards that missed, the most frequent first
+  1 time: the first sizes of `x` are (5,), were (4,)
 train_step: 2 programs, 14 replays, 2 captures, 3 warm-ups
-program 1: recorded because of the first call
-  8 replays; 412 nodes, 31 inputs, 40 actions after the graph, 40 guards before it and 0 on numbers ...
+program 1: 8 replays, recorded because of the first call; 412 nodes, 31 inputs, 40 actions after the graph, ...
+
+`explain(verbose=True)` lists under each program where its inputs come from, and its guards on numbers:
+
     model_0_weight   float32[16, 4]   parameter `weight` of a Linear
 """
 
@@ -31,77 +36,88 @@ from functionalize.walk.parts import Held
 def explanation(
     name: str,
     boundary: str,
+    next_call: str,
     stats: Stats,
     programs: ProgramCache,
     refused: Iterable[Exception],
-    waits: int,
     sizes: str,
+    verbose: bool = False,
 ) -> str:
-    """The text of `CapturedStep.explain`. waits: the number of calls before the next recording. sizes: text."""
-    counts = [
-        counted(len(programs), "program"),
-        counted(stats.replays, "replay"),
-        counted(stats.captures, "capture"),
-        counted(stats.warmups, "warm-up"),
-    ]
+    """The text of `CapturedStep.explain`. next_call: what it would do. sizes: text."""
+    lines = [f"boundary: {boundary}"] if boundary else []
+    lines += [next_call, *_went_wrong(stats, refused)]
+    lines += [f"{name}: {', '.join(_counts(stats, len(programs)))}", sizes]
+    for number, cached in enumerate(programs, 1):
+        lines.append(f"program {number}: {'; '.join(_of_program(cached))}")
+        if verbose:
+            lines += _listing(cached)
+    return "\n".join([*lines, *_templates(list(programs))])
+
+
+def _went_wrong(stats: Stats, refused: Iterable[Exception]) -> Iterator[str]:
+    """Refusals, audits that found a difference, guards that missed."""
+    yield from (f"cannot be captured: {error}" for error in refused)
+    if stats.differences:
+        yield "differences that audits found, the last first"
+        yield from (f"  {difference}" for difference in reversed(stats.differences))
+    if stats.guard_failures:
+        yield "guards that missed, the most frequent first"
+        missed = Counter(stats.guard_failures).most_common(10)
+        yield from (f"  {counted(times, 'time')}: {failure}" for failure, times in missed)
+
+
+def _counts(stats: Stats, programs: int) -> Iterator[str]:
+    yield counted(programs, "program")
+    yield counted(stats.replays, "replay")
+    yield counted(stats.captures, "capture")
+    yield counted(stats.warmups, "warm-up")
     if stats.audits:
         found = (
             counted(stats.audit_failures, "difference") if stats.audit_failures else "no difference"
         )
-        counts.append(f"{counted(stats.audits, 'audit')} ({found})")
+        yield f"{counted(stats.audits, 'audit')} ({found})"
     if stats.predictions or stats.mispredictions:
         right = f"{stats.predictions} of {stats.predictions + stats.mispredictions}"
-        counts.append(f"{right} first calls as predicted")
+        yield f"{right} first calls as predicted"
     if stats.instances:
-        counts.append(f"{counted(stats.instances, 'size')} replayed at their first call")
+        yield f"{counted(stats.instances, 'size')} replayed at their first call"
     if stats.eager:
-        counts.append(f"{counted(stats.eager, 'call')} eagerly")
+        yield f"{counted(stats.eager, 'call')} eagerly"
     if stats.rare:
-        counts.append(f"{stats.rare} of them of kinds that came too seldom to be recorded")
+        yield f"{stats.rare} of them of kinds that came too seldom to be recorded"
     if stats.waiting:
-        counts.append(f"{stats.waiting} of them while a program waited for its passes")
-    lines = [f"boundary: {boundary}"] if boundary else []
-    lines += [f"{name}: {', '.join(counts)}", sizes]
-    if waits:
-        lines.append(
-            f"the next recording, and its passes, wait: {counted(waits, 'more call')} must come first"
-        )
-    for number, cached in enumerate(programs, 1):
-        lines += _of_program(number, cached)
-    lines += _templates(list(programs))
-    if stats.guard_failures:
-        lines.append("guards that missed, the most frequent first")
-        missed = Counter(stats.guard_failures).most_common(10)
-        lines += [f"  {counted(times, 'time')}: {failure}" for failure, times in missed]
-    if stats.differences:
-        lines.append("differences that audits found, the last first")
-        lines += [f"  {difference}" for difference in reversed(stats.differences)]
-    lines += [f"cannot be captured: {error}" for error in refused]
-    return "\n".join(lines)
+        yield f"{stats.waiting} of them while a program waited for its passes"
 
 
-def _of_program(number: int, cached: CachedProgram) -> Iterator[str]:
-    program = cached.program
-    yield f"program {number}: recorded because of {cached.reason}"
+def _of_program(cached: CachedProgram) -> Iterator[str]:
+    """What is said of one program in its line."""
+    program, backwards = cached.program, getattr(cached, "backwards", ())  # of a captured forward
+    audits = f", {counted(cached.audits, 'audited call')}" if cached.audits else ""
+    yield f"{counted(cached.replays, 'replay')}{audits}, recorded because of {cached.reason}"
     guards = len(program.facts) + len(program.guards)
     yield (
-        f"  {counted(cached.replays, 'replay')}; {counted(program.nodes(), 'node')}, "
-        f"{counted(len(program.inputs), 'input')}, {counted(len(program.epilogue), 'action')} after "
-        f"the graph, {counted(guards, 'guard')} before it and "
+        f"{counted(program.nodes(), 'node')}, {counted(len(program.inputs), 'input')}, "
+        f"{counted(len(program.epilogue), 'action')} after the graph, {counted(guards, 'guard')} before it and "
         f"{len(program.value_guards)} on numbers that Python read"
     )
-    if cached.audits:
-        yield f"  {counted(cached.audits, 'audited call')}"
+    if backwards:
+        replays = sum(each.replays for each in backwards)
+        yield f"{counted(len(backwards), 'backward')} with {counted(replays, 'replay')}"
     if cached.waits:
-        yield f"  its passes have not run: {counted(cached.waits, 'more call')} of its kind must come first"
+        yield f"its passes have not run: {counted(cached.waits, 'more call')} of its kind must come first"
     if program.runner is not None and program.runner is not boxed:
-        yield f"  run by {getattr(program.runner, '__name__', program.runner)}"
+        yield f"run by {getattr(program.runner, '__name__', program.runner)}"
+
+
+def _listing(cached: CachedProgram) -> Iterator[str]:
+    """Where the inputs of a program come from, the numbers that it is guarded by, its backwards."""
+    program = cached.program
     width = max((len(spec.name) for spec in program.inputs), default=0)
     for spec in program.inputs:
         yield f"    {spec.name:{width}}  {spec.geometry}  {source_text(spec, program.inputs)}"
     for guard in program.value_guards:
         yield f"    read {guard.where}: {guard.value!r}"
-    for backward in getattr(cached, "backwards", ()):  # of a captured forward
+    for backward in getattr(cached, "backwards", ()):
         yield (
             f"  backward: {counted(backward.replays, 'replay')}; "
             f"{counted(backward.program.nodes(), 'node')}, {counted(len(backward.used), 'saved value')}, "

@@ -80,10 +80,12 @@ class Unkept:
 
     reasons: the number of recordings for each reason, numbers left out. summary: that of the last recording.
     waits: the number of calls that run eagerly before the next recording. has_waited: whether there were such calls.
+    why: the last reason, for messages: what the step did.
     """
 
     summary: RecordingSummary
     reasons: Counter[str] = field(default_factory=Counter)
+    why: str = ""
     waits: int = 0
     has_waited: bool = False
 
@@ -119,6 +121,11 @@ class UnsettledMisses:
             self.tell(missed)
         self._kinds[kind] = count + 1, why
         return True
+
+    def why(self, missed: str) -> str:
+        """Why calls like this one are not recorded, for messages."""
+        count, why = self._kinds.get(without_numbers(missed), (0, ""))
+        return f"{count} recordings of such calls were not kept, since the step {why}"
 
     def tell(self, missed: str) -> bool:
         """Warn, once, that calls like this one run eagerly; false: recordings of them were kept, or there were none."""

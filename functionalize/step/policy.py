@@ -75,9 +75,9 @@ class Ledger:
     def _add(self, steps: float) -> None:
         self.balance = min(self.balance + steps, _MOST_SAVED)
 
-    def can_pay(self, cost: float) -> bool:
-        """Whether a cost is within the promise."""
-        return not self.is_bounded or self.balance >= cost
+    def can_pay(self, cost: float, calls: int = 0) -> bool:
+        """Whether a cost is within the promise. calls: so many calls later."""
+        return not self.is_bounded or self.balance + calls * _SHARE >= cost
 
     def pay(self, cost: float) -> None:
         """Something has cost as many eager steps."""
@@ -207,14 +207,24 @@ class Kinds:
         kind.calls += 1
         if not (self._unreplayed or kind.evictions):
             return False
-        doublings = max(self._unreplayed - _FEW_KINDS, 0) + kind.evictions
-        return kind.calls < self._after << min(doublings, _MOST_DOUBLINGS)
+        return kind.calls < self._needed(kind)
 
     def returns(self, key: Hashable, times: int) -> bool:
         """Count a call without a program; whether its kind has come as many times."""
         kind = self._of(key)
         kind.calls += 1
         return kind.calls >= times
+
+    def missing(self, key: Hashable) -> int:
+        """How many more calls of a kind without a program must come before one is recorded; 0: it is not rare."""
+        kind = self._kinds.get(hash(key), KindOfCall())
+        if not self.defers or self._records_next or not (self._unreplayed or kind.evictions):
+            return 0
+        return max(self._needed(kind) - kind.calls, 0)
+
+    def _needed(self, kind: KindOfCall) -> int:
+        doublings = max(self._unreplayed - _FEW_KINDS, 0) + kind.evictions
+        return self._after << min(doublings, _MOST_DOUBLINGS)
 
     def record_next(self) -> None:
         """Record the next call, of any kind."""
@@ -280,6 +290,18 @@ class Rest:
     def length(self) -> int:
         """The number of calls of the next rest after `begin`."""
         return self._long
+
+    @property
+    def left(self) -> int:
+        """The number of calls that this rest still takes."""
+        return self._left
+
+    @property
+    def why(self) -> str:
+        """Why it rests, for messages."""
+        if self._is_vain:
+            return "as calls like the last ones were of no use"
+        return "as programs were dropped one after the other without a replay"
 
     def is_in_vain(self, looked_slowly: bool = False) -> None:
         """A call ran eagerly because none like it is worth a recording. looked_slowly: at all guards of a program."""
@@ -354,6 +376,15 @@ class Policy:
     def can_record(self) -> bool:
         """Whether the ledger pays for a recording, and for its program."""
         return self.ledger.can_pay(RECORDING + BUILDING)
+
+    @property
+    def why_not_next(self) -> str | None:
+        """Why the next call is not recorded, whatever it is, for messages; None: the ledger pays for it."""
+        cost = RECORDING + BUILDING
+        if self._records_all or self.ledger.can_pay(cost, calls=1):
+            return None
+        left = self.ledger.balance
+        return f"a recording costs {cost:g} eager steps, and {left:.1f} are left; each call adds {_SHARE:g}"
 
     def may_record(self, key: Hashable, miss: Miss | None, looked_slowly: bool = False) -> bool:
         """Whether a call is recorded that has no program, or whose programs all missed. Counts it.

@@ -44,6 +44,7 @@ from functionalize.step.cache import (
 )
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Refused, Unkept, UnsettledMisses
+from functionalize.step.plan import LastPlan
 from functionalize.step.policy import AUDIT, LOST_GRAPH
 from functionalize.step.recording import RecordingSummary
 from functionalize.step.stages import MAX_WARMUPS, Invocation
@@ -104,6 +105,7 @@ class ReplayedStep:
         self._after: VoteAfterGraph | None = None  # the vote of this call's replay
         self._tries_once = False  # whether this call replays a second program, and no third one
         self._has_warned_of_thread = False
+        self._last_plan: LastPlan | None = None
 
     def __repr__(self) -> str:
         counts = counted(len(self._cache), "program"), counted(self.stats.replays, "replay")

@@ -83,6 +83,7 @@ from functionalize.util.user_warning import warn_uncapturable
 log = logging.getLogger("functionalize")
 _PATIENCE = 4  # recorded forwards in a row without a backward, before fewer are recorded
 _BACKWARDS = 8  # kept of one forward
+_LACKS = "no backward was called on the results of the last recorded calls"
 
 
 class CapturedForward(PredictedForward):
@@ -133,8 +134,9 @@ class CapturedForward(PredictedForward):
     def _leaves(self, flat: list[Any]) -> DetachedLeaves:
         return DetachedLeaves(flat)
 
-    def _skips_recording(self, call: Invocation) -> bool:
-        return super()._skips_recording(call) or self._lacks_backwards(call.key)
+    def _why_not_recorded(self, call: Invocation) -> str | None:
+        why = super()._why_not_recorded(call)
+        return _LACKS if why is None and self._lacks_backwards(call.key) else why
 
     def _lacks_backwards(self, key: Hashable) -> bool:
         """Whether to skip recording this call, since no backward was called on the forwards recorded last.

@@ -509,7 +509,7 @@ def test_the_option_of_the_decorator() -> None:
         step(batch(i))
     assert (step.stats.audits, step.stats.replays) == (2, 2)
     assert "2 audits (no difference)" in step.explain()
-    assert "  2 audited calls" in step.explain()
+    assert "program 1: 2 replays, 2 audited calls, " in step.explain()
 
 
 def test_the_op_stream_is_made_when_a_run_is_compared_and_keeps_no_tensor_until_then() -> None:

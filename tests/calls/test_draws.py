@@ -103,7 +103,7 @@ def test_replays_draw_what_eager_draws(augment: Any) -> None:
 
 
 def test_a_drawn_number_is_explained() -> None:
-    assert "a number drawn by self.rng.beta(0.2, 0.2)" in compared(mixup).explain()
+    assert "a number drawn by self.rng.beta(0.2, 0.2)" in compared(mixup).explain(verbose=True)
 
 
 def test_audited_calls_draw_once() -> None:

@@ -147,7 +147,7 @@ def test_passes_keep_draws(passes: str) -> None:
 
 
 def test_the_state_is_an_input_with_a_name() -> None:
-    assert "the state of the generator `self.g`" in compared(noise).explain()
+    assert "the state of the generator `self.g`" in compared(noise).explain(verbose=True)
 
 
 def decides_late(self: Trainer, x: Tensor) -> Tensor:

@@ -289,8 +289,9 @@ def test_explain_counts_one_of_a_thing() -> None:
     for _ in range(2):
         step(torch.ones(2))
     lines = step.explain().splitlines()
-    assert lines[0] == "<lambda>: 1 program, 1 replay, 1 capture, 0 warm-ups"
-    assert lines[3].startswith("  1 replay; ") and " 1 input, 0 actions after" in lines[3]
+    assert lines[0] == "the next call like the last one replays program 1"
+    assert lines[1] == "<lambda>: 1 program, 1 replay, 1 capture, 0 warm-ups"
+    assert lines[3].startswith("program 1: 1 replay, ") and " 1 input, 0 actions after" in lines[3]
 
 
 def test_explain() -> None:
@@ -300,8 +301,8 @@ def test_explain() -> None:
     step(torch.randn(5, 4))
     model.eval()
     step(torch.randn(5, 4))
-    text = step.explain()
-    assert text.startswith("train_step: ")
+    text = step.explain(verbose=True)
+    assert text.startswith("the next call like the last one ") and "\ntrain_step: " in text
     assert "recorded because of the first call" in text
     assert "recorded because of `x` is float32[5, 4], was float32[3, 4]" in text
     assert "recorded because of `model` has training = False, had True" in text
@@ -327,7 +328,7 @@ def test_explain_a_captured_forward() -> None:
     for _ in range(5):
         forward(torch.randn(3, 4)).backward()
         model.zero_grad()
-    (backward,) = (x for x in forward.explain().splitlines() if x.startswith("  backward: "))
+    (backward,) = (x for x in forward.explain(True).splitlines() if x.startswith("  backward: "))
     assert f"backward: {forward.stats.backwards} replays; " in backward
     assert "1 saved value, 0 actions after the graph" in backward
 
