@@ -49,7 +49,7 @@ class Late(AuditSchedule):
 def audited_late(step: Any, **options: Any) -> Any:
     """A captured step whose calls are all audited as late ones are."""
     captured = fz.capture(step, audit=1, **options)
-    captured._options = replace(captured._options, audit=Late(1))
+    captured.core.options = replace(captured.core.options, audit=Late(1))
     return captured
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from functionalize.audit.schedule import AuditOption
-from functionalize.late_sizes.late_step import LateStep
+from functionalize.late_sizes.late_sizes import LateSizes, takes_late_sizes
+from functionalize.step.captured_step import CapturedStep
 from functionalize.step.options import (
     MAX_PROGRAM_BYTES,
     CaptureOptions,
@@ -19,7 +20,7 @@ from functionalize.step.options import (
     Dynamic,
     OnUncapturable,
 )
-from functionalize.step_backward.captured_forward import CapturedForward
+from functionalize.step_backward.captured_forward import captured_forward
 
 
 def capture(
@@ -93,9 +94,9 @@ def capture(
             dynamic=dynamic,
         )
     if not backward:
-        return LateStep(train_step, options)
+        return CapturedStep(train_step, options, LateSizes if takes_late_sizes(options) else None)
     if memory:
         raise ValueError(
             "memory=True records whole steps: a forward (backward=True) is a part of one"
         )
-    return CapturedForward(train_step, options)
+    return captured_forward(train_step, options)

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from functionalize._compat.autograd import hook_tables
 from functionalize._compat.dispatch import current_modes, disable_current_modes
-from functionalize.deferral.iteration import CapturedIteration, named
+from functionalize.deferral.iteration import Iteration, named
 from functionalize.deferral.learned import NewTensor, NoDescription, description
 from functionalize.deferral.may_wait import draws_nothing
 from functionalize.deferral.mode import LazyMode
@@ -46,7 +46,7 @@ from functionalize.state.arguments import flatten_result, unflatten_result
 from functionalize.state.step_guards import SlotGuard
 from functionalize.step.captured_step import CapturedStep
 from functionalize.step.options import CaptureOptions
-from functionalize.step_backward.captured_forward import CapturedForward
+from functionalize.step_backward.captured_forward import Forward, captured_forward, forward_of
 from functionalize.step_backward.pair import BackwardProgram, ForwardProgram
 
 _PLAIN = (Tensor, bool, int, float, complex, str, type(None), torch.dtype, torch.device)
@@ -59,7 +59,8 @@ class LazyModule:
         self, model: Callable[..., Any], mode: LazyMode, options: CaptureOptions, name: str
     ) -> None:
         self._model, self._mode, self._name = model, mode, name
-        self._captured = CapturedForward(named(model, name), options)
+        self._captured = captured_forward(named(model, name), options)
+        self._forward = forward_of(self._captured)
         self._ran: Counter[str] = Counter()
         self._forms: WeakKeyDictionary[ForwardProgram, list[Any]] = WeakKeyDictionary()
         self._unfit: WeakKeyDictionary[ForwardProgram, str] = WeakKeyDictionary()
@@ -77,10 +78,10 @@ class LazyModule:
         with disable_current_modes():
             self._new = None
             (positional, named), copies = self._owned(args, kwargs)
-            found = self._captured.covered(positional, named, self._may_wait)
+            found = self._forward.covered(positional, named, self._may_wait)
             if found is not None:
                 waiting = WaitingCall(
-                    mode, self._captured, self._reliance_of, self._ran, *found, copies
+                    mode, self._forward, self._reliance_of, self._ran, *found, copies
                 )
                 result = waiting.results(self._forms[found[0]])
                 mode.call = waiting
@@ -160,7 +161,7 @@ class LazyOptimizer:
     ) -> None:
         self._optimizer, self._mode, self._options = optimizer, mode, options
         self._alone = CapturedStep(named(_step, "step", optimizer), options)
-        self._joints: dict[CapturedForward, tuple[CapturedIteration, Agreements]] = {}
+        self._joints: dict[Forward, tuple[Iteration, Agreements]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_optimizer"], name)
@@ -176,7 +177,7 @@ class LazyOptimizer:
             with disable_current_modes():
                 if call.joins(joint, agreements):
                     return None  # waits
-                holds = joint.asks_nobody and call.still_holds()
+                holds = joint.step.asks_nobody and call.still_holds()
             if holds:
                 mode.run_call(call, lambda: call.run_in(joint))
                 return None
@@ -201,15 +202,15 @@ class LazyOptimizer:
                 return
         optimizer.zero_grad(set_to_none)
 
-    def _joint(self, forward: CapturedForward) -> tuple[CapturedIteration, Agreements]:
+    def _joint(self, forward: Forward) -> tuple[Iteration, Agreements]:
         if forward not in self._joints:
-            made = CapturedIteration(forward.callable, self._optimizer, self._options)
+            made = Iteration(forward.callable, self._optimizer, self._options)
             self._joints[forward] = made, Agreements()
         return self._joints[forward]
 
     def explain(self) -> str:
         """The programs of whole iterations, and those of the step alone."""
-        steps = (*(joint for joint, _ in self._joints.values()), self._alone)
+        steps = (*(joint.step for joint, _ in self._joints.values()), self._alone)
         return "\n".join(step.explain() for step in steps)
 
 

@@ -34,7 +34,6 @@ from functionalize._compat.references import address
 from functionalize.deferral.mode import LazyMode
 from functionalize.recorder.eager_formulas import unseen
 from functionalize.step.captured_step import CapturedStep
-from functionalize.step_backward.captured_forward import CapturedForward
 from functionalize.util.patching import Patch, Patches
 
 _OF_TENSORS = (
@@ -197,8 +196,7 @@ def _patches() -> Iterator[Patch]:
                 yield owner, name, new
     for module, name in packed_sequence_functions():
         yield module, name, _looking(module, name, hands_out=False)
-    for captured in (CapturedStep, CapturedForward):
-        yield captured, "__call__", _apart(captured)
+    yield CapturedStep, "__call__", _apart(CapturedStep)
     yield Tensor, "grad", property(_get_grad, _set_grad, _delete_grad)
     yield Tensor, "data", property(_DATA.__get__, _set_data, _DATA.__delete__)
     for owner, name, _, _ in kernel_settings():

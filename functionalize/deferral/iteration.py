@@ -1,6 +1,6 @@
 """Forward, backward and the optimizer's step as one captured step, whose replay may wait for `optimizer.zero_grad()`.
 
-    iteration = CapturedIteration(forward, optimizer, options)
+    iteration = Iteration(forward, optimizer, options)
     iteration(args, kwargs, tangents, numbers, autocast)          at once
     found = iteration.covered(args, kwargs, tangents, ...)        the program that covers it, and its inputs now
     iteration.carry_out(*found, dropped)                          later; without the gradients of `dropped`
@@ -29,17 +29,16 @@ from functionalize.ir.inputs import Call, chain_of
 from functionalize.ir.outputs import SameAs
 from functionalize.program.program import Program
 from functionalize.program.prune_unused import drop_unused_results
-from functionalize.state import arguments
 from functionalize.state.arguments import flatten_result, unflatten_result
 from functionalize.state.sources import Gradient
-from functionalize.step.cache import CachedProgram, key_of
+from functionalize.step.cache import CachedProgram
 from functionalize.step.captured_step import CapturedStep
 from functionalize.step.options import CaptureOptions
 from functionalize.step_backward.boundary import is_output
 
 
-class CapturedIteration(CapturedStep):
-    """A captured step of a forward, its backward and an optimizer's step."""
+class Iteration:
+    """A captured step of a forward, its backward and an optimizer's step. step: that captured step."""
 
     def __init__(
         self,
@@ -47,7 +46,8 @@ class CapturedIteration(CapturedStep):
         optimizer: torch.optim.Optimizer,
         options: CaptureOptions,
     ) -> None:
-        super().__init__(named(_iteration, "iteration", forward, optimizer), options)
+        self.step = CapturedStep(named(_iteration, "iteration", forward, optimizer), options)
+        self.step.passes.rewritten = self._note_rewritten
         self._recorded: WeakKeyDictionary[Program, Program] = WeakKeyDictionary()
         # program -> the indices of the slots that one without their gradients leaves out, and that one
         self._lean: WeakKeyDictionary[CachedProgram, tuple[Any, CachedProgram]] = (
@@ -58,16 +58,16 @@ class CapturedIteration(CapturedStep):
 
     def covered(self, *args: Any) -> tuple[CachedProgram, Call] | None:
         """The program whose replay is this call, with its inputs as they are now; None: it must be called."""
-        if self.is_busy or not self.asks_nobody:
+        step = self.step
+        if step.is_busy or not step.asks_nobody:
             return None
-        leaves, spec = arguments.flatten(*self._arguments.of(args, {}))
-        key = self._sizes.of(key_of(leaves, spec), leaves)
-        found = next(self._cache.matching(key, leaves, spec), None)
+        leaves, spec = step.flattened(args, {})
+        found = step.core.cache.first(step.key(leaves, spec), leaves, spec)
         if found is None:
             return None
         cached, program = found[0], found[0].program
         in_python = cached.python_effects or not cached.effects.are_none
-        if cached.waits or self._is_due(cached) or program.value_guards or in_python:
+        if cached.waits or step.audits.is_due(cached) or program.value_guards or in_python:
             return None
         return found
 
@@ -76,20 +76,18 @@ class CapturedIteration(CapturedStep):
     ) -> tuple[Any, bool]:
         """The result of the replay, and whether it has left no gradients. dropped: ids of tensors that get none."""
         lean = self._without(cached, call, dropped) if dropped else cached
-        result = self._replay(lean, call)
-        if lean is not cached:
-            self._note_replay(cached)
+        result = self.step.replay(lean, call, counts=False)
+        if cached in self.step.core.cache:
+            self.step.core.note_replay(cached)
         return result, lean is not cached
 
-    def _note_replay(self, cached: CachedProgram) -> None:
-        if cached in self._cache:
-            super()._note_replay(cached)
+    def __call__(self, *args: Any) -> Any:
+        """All three, at once."""
+        return self.step(*args)
 
-    def _rewritten(self, recorded: Program) -> Program:
-        program = super()._rewritten(recorded)
+    def _note_rewritten(self, recorded: Program, program: Program) -> None:
         if program is not recorded:
             self._recorded[program] = recorded
-        return program
 
     def _without(
         self, cached: CachedProgram, call: Call, dropped: Collection[int]
@@ -128,7 +126,7 @@ class CapturedIteration(CapturedStep):
         if any(isinstance(role, SameAs) for role in outputs):
             return cached
         drop_unused_results(program)
-        rewritten = self._options.applied(program)
+        rewritten = self.step.core.options.applied(program)
         if [i.name for i in rewritten.inputs] != [i.name for i in cached.program.inputs]:
             return cached
         return replace(cached, program=rewritten, slots=[cached.slots[i] for i in kept])

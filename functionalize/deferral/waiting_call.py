@@ -25,7 +25,7 @@ from functionalize._compat.dispatch import disable_current_modes, storage_at
 from functionalize._compat.references import WeakStorage
 from functionalize._compat.stacks import stack_here
 from functionalize.deferral.interpreted import fill, window_on
-from functionalize.deferral.iteration import CapturedIteration, entered
+from functionalize.deferral.iteration import Iteration, entered
 from functionalize.deferral.learned import NewTensor
 from functionalize.deferral.mode import LazyMode
 from functionalize.deferral.settings import read, under
@@ -38,10 +38,9 @@ from functionalize.recorder.eager_formulas import unseen
 from functionalize.state.arguments import unflatten_result
 from functionalize.state.hyperparameters import HyperparameterNumber
 from functionalize.step.cache import CachedProgram
-from functionalize.step.captured_step import CapturedStep
 from functionalize.step_backward.backward_of import ReplayedForward
 from functionalize.step_backward.boundary import RequestedGradients, with_backward
-from functionalize.step_backward.captured_forward import CapturedForward
+from functionalize.step_backward.captured_forward import Forward
 from functionalize.step_backward.pair import BackwardProgram, ForwardProgram
 from functionalize.step_backward.pair_builder import SavedValue
 from functionalize.step_backward.recorded_forward import TWICE
@@ -139,7 +138,7 @@ class WaitingCall:
     def __init__(
         self,
         mode: LazyMode,
-        captured: CapturedForward,
+        captured: Forward,
         reliance_of: Callable[[ForwardProgram | BackwardProgram], Reliance],
         ran: Counter[str],
         cached: ForwardProgram,
@@ -157,7 +156,7 @@ class WaitingCall:
         self._tangents: Sequence[Tensor | None] = ()
         self._is_over = False
         # how the optimizer's step waits: the step, its program, its inputs; the numbers of the results that it returns
-        self._step: tuple[CapturedIteration, CachedProgram, Call] | None = None
+        self._step: tuple[Iteration, CachedProgram, Call] | None = None
         self._numbers: list[int] = []
         self._stack = stack_here()
         # of each result: its number, its storage, what it is
@@ -281,7 +280,7 @@ class WaitingCall:
         """Whether an optimizer's step waits, too."""
         return self._step is not None
 
-    def joins(self, joint: CapturedIteration, agreements: Agreements) -> bool:
+    def joins(self, joint: Iteration, agreements: Agreements) -> bool:
         """Whether the optimizer's step waits from now on, since a program covers all three."""
         if self._backward is None or read() != self._settings:
             return False
@@ -316,7 +315,7 @@ class WaitingCall:
         self._done(values)
         return is_lean
 
-    def run_in(self, joint: CapturedStep) -> None:
+    def run_in(self, joint: Iteration) -> None:
         """Run forward, backward and the optimizer's step as one captured step."""
         arguments = self._arguments()
         try:

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from functionalize._compat.modules import call_of, own_call, set_own_call, without_reports
 from functionalize.entry import capture
 from functionalize.state.arguments import flatten_result
+from functionalize.step.captured_step import CapturedStep
 from functionalize.step_backward.boundary import is_output
-from functionalize.step_backward.captured_forward import CapturedForward
 
 log = logging.getLogger("functionalize")
 _OBSERVED = 4  # calls with a gradient that run eagerly first
@@ -83,7 +83,7 @@ class CapturedCall:
         self._run = call_of(module)
         named = functools.partial(self._run)
         name = named.__name__ = type(module).__name__  # type: ignore[attr-defined]
-        self.step: CapturedForward = capture(named, **options)
+        self.step: CapturedStep = capture(named, **options)
         self.step.boundary = (
             f"calls of `{name}`, forward with hooks, and their backward; what is around them (loss, "
             "clipping, optimizer, scheduler) runs eagerly"

@@ -1,7 +1,8 @@
 """The programs of one step, side by side: train and eval, first and last microbatch, sequence lengths.
 
-    cache.matching(key, leaves, spec)    the programs whose guards all hold, with their inputs
-    cache.add(key, cached)               adds a program; at the limit the least recently used one is dropped
+    cache.first(key, leaves, spec)     the last used program whose guards all hold, with its inputs
+    cache.further(leaves, spec)        the one after it
+    cache.add(key, cached)             adds a program; at the limit the least recently used one is dropped
 
 The key of a call is made of properties of its arguments (shapes, dtypes, numbers). The programs with that key are tried
 in order, the last used first, those first of which earlier calls have shown what to look at. A guard on a number that
@@ -123,6 +124,10 @@ class CachedProgram:
         """Another entry with the programs of a prediction. parts: further fields of the entry."""
         return replace(self, program=found.programs[0], op_stream=found.op_stream, **parts)
 
+    def rewrite(self, apply: Callable[[Program], Program]) -> None:
+        """Replay what `apply` makes of its programs from now on."""
+        self.program = apply(self.program)
+
     def takes(self, programs: Sequence[Program]) -> None:
         """Replay these programs from now on: they are the same ones after the passes, for the same state."""
         programs[0].facts = self.program.facts
@@ -137,6 +142,9 @@ class CachedProgram:
             nbytes = _NODE_NBYTES * self.program.nodes() + sum(t.nbytes for t in tensors)
             self._sized = self.program, nbytes
         return self._sized[1]
+
+
+Found = tuple[CachedProgram, Call]
 
 
 def key_of(leaves: Sequence[Any], spec: Any) -> Hashable:
@@ -200,6 +208,9 @@ class ProgramCache:
         self.is_hurried = False  # whether no program is asked all of its guards
         self._left: list[CachedProgram] = []  # to be tried
         self._unknown: list[CachedProgram] = []  # of those tried, whose guards must be asked
+        self._is_quick = (
+            True  # whether programs are asked that the last calls have shown what to look at
+        )
         self.looked_slowly = False
 
     def __len__(self) -> int:
@@ -250,10 +261,8 @@ class ProgramCache:
         """The key of a program."""
         return self._used[cached]
 
-    def matching(
-        self, key: Hashable, leaves: Sequence[Any], spec: Any
-    ) -> Iterator[tuple[CachedProgram, Call]]:
-        """The programs whose guards hold, with their inputs, last used first.
+    def first(self, key: Hashable, leaves: Sequence[Any], spec: Any) -> Found | None:
+        """The last used program whose guards hold, with its inputs. `further`: the one after it.
 
         `reason`: why there is none, the first failed guard; `miss`: that guard, if a program has failed.
         `looked_slowly`: whether all guards of one were asked, which takes as long as a small step.
@@ -261,39 +270,43 @@ class ProgramCache:
         self.begin_call()
         self._other_state.clear()
         self._held.clear()
-        self._left = list(self._by_key.get(key, ()))
-        self._unknown = []
-        # First those of which the last calls have shown what to look at: another program's full check takes longer.
-        for cached in self._in_turn():
-            call = cached.program.known(leaves)
-            if isinstance(call, Call):
-                self._held.add(cached)
-                yield cached, call
-            elif call is None:
-                self._unknown.append(cached)
-            else:
-                self._fails(cached, call)
-        self._left, self._unknown = self._untried(), []
-        if self.is_hurried and self._left:
-            self.missed(RESTS)
-            return
-        for cached in self._in_turn():
-            found = cached.program.resolve_anew(leaves)
-            self.looked_slowly |= cached.program.looked_slowly
-            if isinstance(found, Call):
-                self._held.add(cached)
-                yield cached, found
-            else:
-                self._fails(cached, found)
+        self._left, self._unknown, self._is_quick = list(self._by_key.get(key, ())), [], True
+        return self.further(leaves, spec)
+
+    def further(self, leaves: Sequence[Any], spec: Any) -> Found | None:
+        """The next program whose guards hold.
+
+        First those are asked of which the last calls have shown what to look at: another program's full check takes
+        longer.
+        """
+        while True:
+            while self._left:
+                cached = self._left.pop(0)
+                if cached in self._other_state:  # ruled out meanwhile
+                    continue
+                found: Call | str | None
+                if self._is_quick:
+                    found = cached.program.known(leaves)
+                else:
+                    found = cached.program.resolve_anew(leaves)
+                    self.looked_slowly |= cached.program.looked_slowly
+                if isinstance(found, Call):
+                    self._held.add(cached)
+                    return cached, found
+                if found is None:
+                    self._unknown.append(cached)
+                else:
+                    self._fails(cached, found)
+            if not self._is_quick:
+                break
+            self._left, self._unknown, self._is_quick = self._untried(), [], False
+            if self.is_hurried and self._left:
+                self.missed(RESTS)
+                self._left = []
+                return None
         if not self.reason:
             self.missed(self._why_none(leaves, spec))
-
-    def _in_turn(self) -> Iterator[CachedProgram]:
-        """Those to be tried, but for programs that are ruled out meanwhile."""
-        while self._left:
-            cached = self._left.pop(0)
-            if cached not in self._other_state:
-                yield cached
+        return None
 
     def _fails(self, cached: CachedProgram, failure: str) -> None:
         self.missed(failure)

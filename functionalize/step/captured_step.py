@@ -36,30 +36,61 @@ import torch
 
 from functionalize._compat.autograd import is_transformed
 from functionalize._compat.dispatch import current_modes
+from functionalize.audit.audited_call import AuditedCall
 from functionalize.audit.signature import Signature
-from functionalize.errors import FunctionalizeError, LoadError, SaveError, UncapturableError
+from functionalize.calls.late_numbers import filled, reads_late
+from functionalize.errors import (
+    FunctionalizeError,
+    GuardError,
+    LoadError,
+    SaveError,
+    UncapturableError,
+)
 from functionalize.fake_world.world import in_world
 from functionalize.fsdp.releases import warn_if_untested
+from functionalize.ir.guards import Miss
+from functionalize.ir.inputs import Call
 from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.lifetimes.step_memory import StepMemory
 from functionalize.program.archive import damaged, refusal
+from functionalize.program.executable import Vote
 from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.watched_recorder import WatchedRecorder
+from functionalize.run.detached_outputs import refuse_backward
 from functionalize.scalars.escaped_numbers import replace_escaped
 from functionalize.scalars.live_scalars import plain_tree, was_refused
 from functionalize.state import arguments
+from functionalize.state.dropped_gradients import drop, put_back
+from functionalize.state.python_effects import repeat
 from functionalize.state.python_state import VaryingNumbers
-from functionalize.step.cache import RESTS, CachedProgram
-from functionalize.step.copies import CopiedStep
+from functionalize.state.sources import leave
+from functionalize.step.audits import Audits
+from functionalize.step.cache import (
+    RESTS,
+    CachedProgram,
+    Found,
+    key_of,
+)
+from functionalize.step.copies import State, copied, deep_copied, reduced, set_state
+from functionalize.step.core import EVERY_CALL, StepCore
 from functionalize.step.explain import explanation
+from functionalize.step.hooks import NO_HOOKS, Part
 from functionalize.step.next_call import NextCall
 from functionalize.step.options import CaptureOptions
-from functionalize.step.outcome import Built, NotYet, Outcome, Refused, Unkept, WarmUp
-from functionalize.step.plan import Eager, LastPlan, Record, Replay
-from functionalize.step.policy import BUILDING
-from functionalize.step.recording import StepRecording
-from functionalize.step.replayed_step import EVERY_CALL, WAITS
+from functionalize.step.outcome import (
+    Built,
+    NotYet,
+    Outcome,
+    Refused,
+    Unkept,
+    WarmUp,
+)
+from functionalize.step.pass_schedule import PassSchedule
+from functionalize.step.plan import Audit, Compare, Covered, Eager, LastPlan, Plan, Record, Replay
+from functionalize.step.policy import BUILDING, LOST_GRAPH, RECORDING
+from functionalize.step.predictions import Predictions
+from functionalize.step.recording import RecordingSummary, StepRecording
 from functionalize.step.stages import (
     MAX_WARMUPS,
     MOST_WARMUPS,
@@ -74,87 +105,201 @@ from functionalize.step.stages import (
 from functionalize.step.stats import ProgramCounts
 from functionalize.step.step_file import SavedStep, load_step, save_step
 from functionalize.step.turns import IMPATIENCE, MOST_DISTURBED, PATIENCE, TURNS
-from functionalize.step.vote import RARE, Level, RankVote
+from functionalize.step.vote import CHOSE, DIFFER, RARE, Level, RankVote, VoteAfterGraph
+from functionalize.templates.call_keys import open_key
 from functionalize.util.gc_pause import only_young_collections
+from functionalize.util.other_threads import reading_thread
 from functionalize.util.own_values import own_values
 from functionalize.util.process_groups import has_ranks
-from functionalize.util.text import without_numbers
+from functionalize.util.text import counted, without_numbers
 from functionalize.util.user_warning import warn_uncapturable
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.unread import ReadArguments, looks_at_frames
 
 log = logging.getLogger("functionalize")
+WAITS = "the program of this kind of call waits for its passes"
+_WAITS_FIRST = "the next recording of this kind of call waits"
+_ALONE = "a captured step in another thread runs and waits inside"
+_DISTURBED = "steps of other threads have run in its recordings"
+_READ = "another thread may read the numbers of a recording"
+_VAIN = "{}; recordings of calls that differ there were of no use: what has come there before is recorded"
+_COVERED = (Replay, Audit, Compare)
 
 
-class CapturedStep(CopiedStep):
-    """A training step that is recorded in its steady state and replayed after."""
+class CapturedStep:
+    """A training step that is recorded in its steady state and replayed after.
 
-    _why_unsaved = ""  # for messages: why no file can hold its programs
+    boundary: what of a framework's loop it is, for `explain`. part: what is particular to its kind, see `hooks.py`.
+    """
 
-    def __init__(self, train_step: Callable[..., Any], options: CaptureOptions) -> None:
-        super().__init__(train_step, options)
+    boundary = ""
+
+    def __init__(
+        self,
+        train_step: Callable[..., Any],
+        options: CaptureOptions,
+        kind: Callable[[CapturedStep], Part] | None = None,
+    ) -> None:
         functools.update_wrapper(self, train_step)
+        self.core = core = StepCore(train_step, options)
+        self.stats = core.stats
+        self._kind = kind
+        self.audits, self.passes = Audits(core), PassSchedule(core)
+        self.part = kind(self) if kind is not None else None
+        self._hooks = self.part.hooks if self.part is not None else NO_HOOKS
+        self.predictions = self._new_predictions()
         self._arguments = ReadArguments(train_step)
+        self._last_summary: RecordingSummary | None = None
+        self._last_plan: LastPlan | None = None
         self._plain_reads = False  # whether C code has refused a live number
         self._repeats_calls = False  # whether a recording had calls that a replay makes again
         self._varying = VaryingNumbers()
         self._patience, self._disturbed = PATIENCE, 0  # how many recordings others have disturbed
         self._reads_no_clock = False  # whether such a recording was watched, and read no clock
+        self._has_warned_of_thread = False
+        # Of a call whose ranks vote: whether they also vote after the graph; whether it replays a second program.
+        self._votes_again = self._tries_once = False
+
+    def _new_predictions(self) -> Predictions | None:
+        lengths = self.core.options.lengths()
+        if lengths is None:
+            return None
+        kind = self._hooks.predictions or Predictions
+        return kind(self.core, self.passes, self.audits, lengths)
+
+    def like(self, train_step: Callable[..., Any]) -> CapturedStep:
+        """A captured step of its own for another callable, with the same options."""
+        return type(self)(train_step, self.core.options, self._kind)
+
+    def __repr__(self) -> str:
+        core = self.core
+        counts = counted(len(core.cache), "program"), counted(self.stats.replays, "replay")
+        return f"<captured {core.name}: {', '.join(counts)}>"
+
+    def __copy__(self) -> Any:
+        return copied(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return deep_copied(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduced(self)
+
+    def __setstate__(self, state: State) -> None:
+        set_state(self, state)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As an attribute of a class: a bound method, for each instance a captured step of its own.
+
+        Of a `classmethod` each class has one of its own; a `staticmethod` has one.
+        """
+        bind = getattr(type(self.core.fn), "__get__", None)
+        bound = self.core.fn if bind is None else bind(self.core.fn, instance, owner)
+        holder = getattr(bound, "__self__", None)
+        if holder is None or bound is self.core.fn:
+            return self
+        own = own_values(holder)
+        if own is not None:
+            if self not in own:
+                own[self] = self.like(bound)
+            return own[self]
+        error = UncapturableError(
+            f"the method `{self.core.name}` of a {type(holder).__name__} cannot be captured: its programs are kept in "
+            "the `__dict__` of the object, which has none. Add `__dict__` to its `__slots__`"
+        )
+        if self.core.options.raises:
+            raise error
+        if EVERY_CALL not in self.core.refused:
+            self.core.refuse(EVERY_CALL, error)
+        return bound
 
     @property
     def program(self) -> Program | None:
         """The program that was last made or replayed."""
-        latest = self._cache.latest
+        latest = self.core.cache.latest
         return latest.program if latest is not None else None
 
     @property
     def memory(self) -> StepMemory | None:
         """The memory of the step, with the lifetimes of eager and of the program; None without `memory=True`."""
-        latest = self._cache.latest
+        latest = self.core.cache.latest
         return latest.memory if latest is not None else None
 
     @property
     def programs(self) -> tuple[Program, ...]:
         """All cached programs, the most recently used at the end."""
-        return tuple(cached.program for cached in self._cache)
+        return tuple(cached.program for cached in self.core.cache)
+
+    @property
+    def backward_programs(self) -> tuple[Program, ...]:
+        """The programs of the backwards of a captured forward, by forward, the last recorded first."""
+        backwards = (getattr(cached, "backwards", ()) for cached in self.core.cache)
+        return tuple(each.program for of_forward in backwards for each in of_forward)
+
+    @property
+    def callable(self) -> Callable[..., Any]:
+        """The callable that was captured."""
+        return self.core.fn
 
     @property
     def is_busy(self) -> bool:
         """Whether this call is a part of another recording, of a transform of torch.func, or of forward-mode AD."""
         return is_transformed() or any(isinstance(mode, Recorder) for mode in current_modes())
 
+    @property
+    def asks_nobody(self) -> bool:
+        """Whether one rank may call it alone: no ranks vote, and no kind of call is refused."""
+        return self.core.vote is None and not self.core.refused
+
     def explain(self, verbose: bool = False) -> str:
         """What the next call would do and why, then what went wrong, then the programs, one a line.
 
         verbose: where each input of each program comes from, too, and its guards on numbers.
         """
+        core = self.core
         next_call = NextCall(
             self._last_plan,
-            self._cache,
-            self._policy,
-            self._refused,
+            core.cache,
+            core.policy,
+            core.refused,
             EVERY_CALL,
-            self._options.raises,
-            self._warmups,
+            core.options.raises,
+            core.unkept,
             self._is_due,
-            self._vote is not None,
+            core.vote is not None,
         )
         return explanation(
-            self._name,
+            core.name,
             self.boundary,
             next_call.text,
             self.stats,
-            self._cache,
-            self._refused.values(),
+            core.cache,
+            core.refused.values(),
             self._sizes_text,
             verbose,
         )
 
+    @property
+    def _sizes_text(self) -> str:
+        """Whether programs for other sizes are predicted, and why they are not."""
+        if self.predictions is not None:
+            text = self.predictions.text
+        else:
+            why = self.core.options.why_static or "autograd has asked for other gradients"
+            text = f"programs for other sizes are not predicted: {why}"
+        return text if self._hooks.text is None else "\n".join([text, *self._hooks.text()])
+
     def forget(self) -> None:
         """Drop every program; the next call is recorded, and kept at once if the step was captured before."""
-        self._policy = self._options.policy()
-        self._cache, self._lengths = self._empty_cache(), self._options.lengths()
-        self._last_plan = None
+        self.core.forget()
+        self._last_plan, self.predictions = None, self._new_predictions()
+        if self._hooks.forget is not None:
+            self._hooks.forget()
+
+    def predict_no_more(self) -> bool:
+        """Predict no programs from now on; whether there were predictions."""
+        predicted, self.predictions = self.predictions is not None, None
+        return predicted
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the programs to a file (one per rank: `step.rank0.fzp`), for `load` in another process.
@@ -162,13 +307,16 @@ class CapturedStep(CopiedStep):
         Raises `SaveError`, with nothing written, if a program refers to an object that has no name in the step. Only
         whole steps are saved, not a forward (`backward=True`) or the backwards of eager graphs.
         """
-        if self._why_unsaved:
-            raise refusal(path, SaveError(self._why_unsaved), "saved")
-        for key, cached in list(self._cache.items()):
+        core, why = self.core, self._hooks.why_unsaved
+        if why:
+            raise refusal(path, SaveError(why), "saved")
+        if self._hooks.save is not None:
+            self._hooks.save()
+        for key, cached in list(core.cache.items()):
             if cached.waits or cached.is_bare:
-                self._optimise(key, cached)
-        found = self._cache, self._lengths, self._changed_hyperparameters, self._vote
-        save_step(path, self._fn, SavedStep.of(*found))
+                self.passes.optimise(key, cached)
+        lengths = self.predictions.lengths if self.predictions is not None else None
+        save_step(path, core.fn, SavedStep.of(core.cache, lengths, core.varying, core.vote))
 
     def load(
         self,
@@ -185,56 +333,36 @@ class CapturedStep(CopiedStep):
         Raises `LoadError`, with nothing loaded on any rank, if a file is damaged, is for another version, world,
         model, optimizer or code, or needs a class or an op that neither the step nor an argument names.
         """
-        if self._why_unsaved:
-            raise refusal(path, LoadError(self._why_unsaved), "loaded")
-        saved = load_step(path, self._fn, types, ops)
+        core, why = self.core, self._hooks.why_unsaved
+        if why:
+            raise refusal(path, LoadError(why), "loaded")
+        saved = load_step(path, core.fn, types, ops)
         try:
-            programs = [(self._key_with_sizes(k, c.program), c) for k, c in saved.programs]
+            programs = [(self.core.key_with_sizes(k, c.program), c) for k, c in saved.programs]
         except Exception as error:  # keys that no step has
             raise refusal(path, damaged(error), "loaded") from error
         for key, cached in programs:
-            self._cache.add(key, cached)
-        if self._lengths is not None:
-            self._lengths.restore(saved.classes)
-        self._changed_hyperparameters |= saved.hyperparameters
-        self._vote = saved.vote | self._vote if saved.vote is not None else self._vote
+            core.cache.add(key, cached)
+        if self.predictions is not None:
+            self.predictions.lengths.restore(saved.classes)
+        core.varying |= saved.hyperparameters
+        core.vote = saved.vote | core.vote if saved.vote is not None else core.vote
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """As an attribute of a class: a bound method, for each instance a captured step of its own.
-
-        Of a `classmethod` each class has one of its own; a `staticmethod` has one.
-        """
-        bind = getattr(type(self._fn), "__get__", None)
-        bound = self._fn if bind is None else bind(self._fn, instance, owner)
-        holder = getattr(bound, "__self__", None)
-        if holder is None or bound is self._fn:
-            return self
-        own = own_values(holder)
-        if own is not None:
-            if self not in own:
-                own[self] = type(self)(bound, self._options)
-            return own[self]
-        error = UncapturableError(
-            f"the method `{self._name}` of a {type(holder).__name__} cannot be captured: its programs are kept in the "
-            "`__dict__` of the object, which has none. Add `__dict__` to its `__slots__`"
-        )
-        if self._options.raises:
-            raise error
-        if EVERY_CALL not in self._refused:
-            self._refuse(EVERY_CALL, error)
-        return bound
+    # -- call: plan, agree, act ------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step: a replay if all guards of a program hold, else a real run that is recorded.
 
         Inside another recording, or a transform (`torch.func`, forward-mode AD), it is a part of that: eager.
         """
-        grad_mode = torch.is_grad_enabled()
+        grad_mode, core = torch.is_grad_enabled(), self.core
         try:
-            self._policy.ledger.call()
-            if self.is_busy or self._rests():
+            core.policy.ledger.call()
+            if self.is_busy:
                 return self._run_eagerly(args, kwargs)
-            if EVERY_CALL in self._refused and not self._options.raises:
+            if self._hooks.began is not None and self._hooks.began():
+                return self._run_eagerly(args, kwargs)
+            if self._rests() or (EVERY_CALL in core.refused and not core.options.raises):
                 return self._run_eagerly(args, kwargs)
             turn = self._take_turn()
             if turn is None:
@@ -247,6 +375,347 @@ class CapturedStep(CopiedStep):
             torch.set_grad_enabled(grad_mode)
             raise
 
+    def _run_in_turn(self, args: Any, kwargs: Any) -> Any:
+        core, hooks = self.core, self._hooks
+        flat, spec = self.flattened(args, kwargs)
+        leaves = flat if hooks.leaves is None else hooks.leaves(flat)
+        call = Invocation(args, kwargs, leaves, spec, self.key(leaves, spec))
+        core.cache.begin_call()
+        refused = core.refused.get(call.key) or core.refused.get(EVERY_CALL)
+        if refused is not None:
+            self._last_plan = LastPlan(call.key, Eager)
+            return self._run_refused(refused, args, kwargs)
+        plan = self._plan(call)
+        if core.vote is not None:
+            plan = self._agreed(plan, call)
+        elif type(plan) is Record:
+            plan = self._plan_recording(call, plan.why)
+        return self._act(plan, call)
+
+    def flattened(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+        """The leaves of the arguments that the callable reads, and their structure."""
+        return arguments.flatten(*self._arguments.of(args, kwargs))
+
+    def key(self, leaves: Sequence[Any], spec: Any) -> Hashable:
+        """The key of a call in the cache."""
+        key: Any = key_of(leaves, spec)
+        if self._hooks.state is not None:
+            key = (*key, *self._hooks.state(leaves))
+        return self.core.sizes.of(key, leaves)
+
+    def _plan(self, call: Invocation) -> Plan:
+        """What this rank would do by itself."""
+        core, hooks = self.core, self._hooks
+        if hooks.begin is not None:
+            hooks.begin(call)
+        has_programs = core.cache.has(call.key)
+        self._asks_classes = has_programs and core.vote is None and self.predictions is not None
+        if core.vote is None and not has_programs:
+            eager = self._plan_without_programs(call)
+            if eager is not None:
+                return eager
+        if hooks.plan is not None:
+            own = hooks.plan(call)
+            if own is not None:
+                return own
+        found = core.cache.first(call.key, call.leaves, call.spec)
+        if found is not None:
+            return self._plan_with(found)
+        if core.vote is None:
+            return self._plan_of_another_class(call)
+        if self._stays_eager(call):
+            return Eager(RARE, is_rare=True)
+        found = core.cache.first(call.key, call.leaves, call.spec)  # it may have been predicted now
+        if found is not None:
+            return self._plan_with(found, asks_passes=False)
+        if core.cache.is_hurried or not core.may_record(call.key):
+            return Eager(core.cache.reason, is_vain=True)
+        return Record(core.cache.reason)
+
+    def _plan_with(self, found: Found, asks_passes: bool = True) -> Plan:
+        """The plan of a call that a program covers. asks_passes: whether it may wait for its passes."""
+        cached, _ = found
+        if asks_passes and self.passes.waits(cached):
+            return Eager(WAITS, waits=True)
+        if cached.prediction is None and not self._is_due(cached):
+            return Replay(*found)
+        if not self._is_read_elsewhere():
+            return Audit(*found) if cached.prediction is None else Compare(*found)
+        # One that was predicted is compared before it is replayed. Else every call would be due, and run eagerly, as
+        # long as that thread runs.
+        return Replay(*found) if cached.prediction is None else Eager(_READ)
+
+    def _is_due(self, cached: CachedProgram) -> bool:
+        """Whether the next call of this program is audited."""
+        is_due = self._hooks.is_due
+        return self.audits.is_due(cached) if is_due is None else is_due(cached)
+
+    def _plan_without_programs(self, call: Invocation) -> Eager | None:
+        """Why a call of a kind without a program runs eagerly; None: it is recorded, or its program was predicted."""
+        core = self.core
+        unkept = core.unkept.get(call.key)
+        if unkept is not None and unkept.waits:
+            unkept.waits -= 1
+            return Eager(_WAITS_FIRST, waits=True)
+        if self._stays_eager(call):
+            return Eager(RARE, is_rare=True)
+        if not core.cache.has(call.key) and not core.may_record(call.key):
+            return Eager("a recording costs more than is left")
+        return None
+
+    def _stays_eager(self, call: Invocation) -> bool:
+        """Whether a call without a program runs eagerly, as its kind is rare; else its program may be predicted now."""
+        stays_eager = self._hooks.stays_eager
+        if stays_eager is not None and (found := stays_eager(call)) is not None:
+            return found
+        if self.predictions is not None:
+            return self.predictions.stays_eager(call)
+        return self.core.is_rare(call.key)
+
+    def _plan_of_another_class(self, call: Invocation) -> Plan:
+        """The plan where no program covers a call, though there may be a class of recordings that predicts it."""
+        cache, predictions = self.core.cache, self.predictions
+        is_asked, self._asks_classes = self._asks_classes, False
+        if is_asked and predictions is not None and predictions.is_of_another_class(call):
+            if self._stays_eager(call):
+                return Eager(RARE, is_rare=True)
+            found = cache.first(call.key, call.leaves, call.spec)
+            if found is not None:
+                return self._plan_with(found)
+        return Record(cache.reason)
+
+    def _plan_recording(self, call: Invocation, why: str) -> Record | Eager:
+        """Whether a call that no program covers is recorded. why: what was missed. Ranks that vote have agreed."""
+        why = str(why)  # without the question of a `Miss`
+        if why != RESTS:
+            self.core.note_miss(why)
+        if self.core.vote is None and (why_not := self._why_not_recorded(call.key, why)):
+            return Eager(why_not)
+        if self._hooks.why_not is not None and (why_not := self._hooks.why_not(call)):
+            return Eager(why_not)
+        if self._disturbed >= MOST_DISTURBED:
+            TURNS.end_innermost()
+            return Eager(_DISTURBED)
+        if self._has_live_numbers and self._is_read_elsewhere():
+            return Eager(_READ)
+        return Record(why)
+
+    def _why_not_recorded(self, key: Hashable, why: str) -> str | None:
+        """Why a call is not worth a recording; None: it is. Without a vote."""
+        core, cache, rest = self.core, self.core.cache, self.core.policy.rest
+        if not core.records_missed:
+            return why
+        if cache.is_hurried or rest.takes_call():
+            return RESTS
+        if cache.thrashing or rest.goes_on(self.stats.replays + self.stats.audits):
+            cache.give_up()
+            rest.begin(self.stats.replays + self.stats.audits)
+            return RESTS if rest.takes_call() else None
+        if not core.may_record(key):
+            if cache.miss is not None:
+                rest.is_in_vain(cache.looked_slowly)
+            return _VAIN.format(why)
+        most = MAX_WARMUPS if core.has_settled else MOST_WARMUPS
+        return core.unsettled.why(why) if core.unsettled.skips(why, most) else None
+
+    def _rests(self) -> bool:
+        """Whether the step rests, and asks no program: then a call costs nothing beyond eager."""
+        core, rest = self.core, self.core.policy.rest
+        if rest.is_vain:
+            core.cache.is_hurried = not rest.asks_none and rest.takes_call()
+            return rest.asks_none and rest.takes_call()
+        core.cache.is_hurried = False
+        return not len(core.cache) and core.vote is None and rest.takes_call()
+
+    # -- agree
+
+    def _agreed(self, plan: Plan, call: Invocation) -> Plan:
+        """The plan of this rank after the vote of all ranks: the worst plan of any of them."""
+        core = self.core
+        assert core.vote is not None
+        found = plan if isinstance(plan, _COVERED) else None
+        worst = core.vote.before_replay(
+            found.cached if found is not None else None,
+            is_due=isinstance(plan, (Audit, Compare)),
+            is_rare=isinstance(plan, Eager) and not plan.is_vain,
+            is_vain=isinstance(plan, Eager) and plan.is_vain,
+        )
+        self._votes_again, self._tries_once, core.after = worst is Level.READS, False, None
+        if worst in (Level.RARE, Level.VAIN):
+            if worst is Level.VAIN and not core.cache.is_hurried:
+                core.policy.rest.is_in_vain()
+            predicted = (plan.cached, plan.call) if isinstance(plan, Compare) else None
+            return Compare(*predicted, is_alone=True) if predicted else Eager(RARE, is_rare=True)
+        if worst is Level.DIFFERENT:
+            why = self._note_different()
+            core.note_miss(why)
+            return Eager(why)
+        if worst in (Level.NOT_YET, Level.REFUSED):
+            missed = plan.why if isinstance(plan, Record) else core.cache.reason
+            return self._plan_recording(call, missed or "a guard failed on another rank")
+        assert found is not None
+        if worst is not Level.AUDITED:
+            return Replay(found.cached, found.call)
+        kind = Audit if found.cached.prediction is None else Compare
+        return kind(found.cached, found.call)
+
+    def _note_different(self) -> str:
+        """The programs of the ranks differ: without the optional passes all make new ones; returns the reason."""
+        if (alike := self.core.options.alike()) is not None:  # of all ranks, whose votes are equal
+            self.core.restart(alike)
+            if self.predictions is not None:
+                self.predictions.forget(alike.lengths())
+            self.stats.missed(CHOSE)
+            return CHOSE
+        if DIFFER not in self.stats.guard_failures:
+            warn_uncapturable(f"{self.core.name} runs eagerly: {DIFFER}")
+        return DIFFER
+
+    def _next_plan(self, plan: Covered, call: Invocation) -> Plan:
+        """The plan after a guard on numbers of a program has failed, when its graph had run."""
+        core = self.core
+        if (
+            core.vote is not None
+        ):  # the graph has issued its collectives: all ranks try another program, or none does
+            return self._other_on_all_ranks(plan, call)
+        found = core.cache.further(call.leaves, call.spec)
+        if found is not None:
+            if found[0].prediction is not None:
+                return Compare(*found)
+            return Replay(*found) if isinstance(plan, Replay) else Audit(*found)
+        following = self._plan_of_another_class(call)
+        if isinstance(following, Record):
+            return self._plan_recording(call, following.why)
+        return following
+
+    def _other_on_all_ranks(self, plan: Covered, call: Invocation) -> Plan:
+        """The replay of the next program, if all ranks have one; else all record the call, or run it eagerly."""
+        core, cache = self.core, self.core.cache
+        # None: it was the vote of a second program, or there was none.
+        after, core.after = core.after, None
+        if after is None or not after.tries_others:
+            if after is not None and not after.records:
+                core.policy.rest.is_in_vain()
+                core.note_miss(cache.reason)
+                return Eager(cache.reason)
+            return self._plan_recording(call, cache.reason)
+        assert core.vote is not None
+        if after.failure is None:  # on another rank: the same one, again
+            resolved = plan.cached.program.resolve(call.leaves)
+            found = (plan.cached, resolved) if isinstance(resolved, Call) else None
+        else:
+            found = cache.further(call.leaves, call.spec)
+        worst = core.vote.before_replay(found[0] if found is not None else None)
+        self._votes_again, self._tries_once = worst is Level.READS, True
+        if found is not None and worst in (Level.KEPT, Level.READS):
+            return Replay(*found)
+        if worst is Level.DIFFERENT:
+            core.note_miss(cache.reason)
+            return Eager(cache.reason)
+        return self._plan_recording(call, cache.reason)
+
+    # -- act
+
+    def _act(self, plan: Plan, call: Invocation) -> Any:
+        """Carry out a plan; if a guard on numbers fails, the next one."""
+        while isinstance(plan, _COVERED):
+            try:
+                if isinstance(plan, Replay):
+                    result = (self._hooks.replay or self.replay)(plan.cached, plan.call)
+                    self._last_plan = LastPlan(call.key, Replay)
+                    return result
+                audited = self._audited(plan)
+            except Exception as error:
+                following = self._after(error, plan, call)
+                if following is None:
+                    raise
+                plan = following
+            else:
+                self._last_plan = LastPlan(call.key, type(plan))
+                return self._run_audited(plan, audited, call)
+        self._last_plan = LastPlan(call.key, type(plan), plan.why)
+        if isinstance(plan, Record):
+            return (self._hooks.capture or self.capture)(replace(call, reason=plan.why))
+        self.stats.rare += plan.is_rare
+        self.stats.waiting += plan.waits
+        return self._run_eagerly(call.args, call.kwargs)
+
+    def _run_eagerly(self, args: Any, kwargs: Any) -> Any:
+        self.stats.eager += 1
+        return self.core.fn(*args, **kwargs)
+
+    def replay(self, cached: CachedProgram, call: Call, counts: bool = True) -> Any:
+        """Run a program whose guards hold. counts: whether it is one of the cache, and counts the replay."""
+        vote = self._vote_after_graph(cached) if self._votes_again else None
+        drop(call, cached.dropped)
+        result, left = cached.program.replay(call, vote)
+        count = len(cached.slots)
+        leave(call, cached.slots, left[:count], cached.effects)
+        if counts:
+            self.core.note_replay(cached)
+        repeat(cached.python_effects, call, left[count:])
+        if reads_late(cached.python_effects):
+            result = filled(result, call)
+        result = refuse_backward(result, cached.has_grad_fn)
+        if counts:
+            self.passes.after_replay(cached)
+        return result
+
+    def _vote_after_graph(self, cached: CachedProgram) -> Vote | None:
+        """The vote on whether all guards on numbers hold, where ranks vote again when the graph has run."""
+        core = self.core
+        if core.vote is None:
+            return None
+        key, is_second = core.cache.key_of(cached), self._tries_once
+
+        def has_other(failure: str | None) -> bool:
+            return not is_second and (failure is None or core.cache.has_other(Miss.of(failure)))
+
+        def may_record(failure: str | None) -> bool:
+            if failure is None:  # only another rank may have missed: nothing is counted here
+                return core.policy.can_record
+            return core.may_record(key, Miss.of(failure))
+
+        core.after = VoteAfterGraph(core.vote, has_other, may_record)
+        return core.after
+
+    def _audited(self, plan: Audit | Compare) -> AuditedCall:
+        """The call that is compared with a program; its graph may run beside it."""
+        cached, group = plan.cached, plan.cached.group
+        runs_graph = self.core.vote is None and (group is None or group.compares_results)
+        with (
+            only_young_collections()
+        ):  # it makes as many objects as a recording, which are garbage at its end
+            return AuditedCall.of(cached.signature, cached.program, plan.call, runs_graph)
+
+    def _run_audited(self, plan: Audit | Compare, audited: AuditedCall, call: Invocation) -> Any:
+        with only_young_collections():
+            if isinstance(plan, Audit):
+                return (self._hooks.audit or self.audits.run)(audited, plan.cached, call)
+            assert self.predictions is not None
+            return self.predictions.compare(audited, plan.cached, call, plan.is_alone)
+
+    def _after(self, error: Exception, plan: Covered, call: Invocation) -> Plan | None:
+        """The plan after a replay has raised an error with nothing changed; None: the error is the call's."""
+        core, cached = self.core, plan.cached
+        if isinstance(error, GuardError):
+            if plan.call.committed:  # of a captured step that an effect in Python has called
+                return None
+            put_back(plan.call, cached.dropped)
+            core.cache.missed(str(error))
+            core.cache.rule_out(Miss.of(error.args[0]))
+            core.policy.ledger.pay(LOST_GRAPH)
+            return self._next_plan(plan, call)
+        is_ours = isinstance(error, FunctionalizeError) and not cached.is_unseen
+        if is_ours or core.vote is not None or not cached.program.may_run_again(plan.call):
+            return None
+        if cached.is_unseen and self.predictions is not None:
+            self.predictions.failed_unseen(cached, call, error)
+        put_back(plan.call, cached.dropped)
+        why = f"{type(error).__name__}: {error}"
+        log.warning("a replay of %s failed, the call runs eagerly: %s", core.name, why)
+        return Eager(f"a replay failed: {why}")
+
     def _take_turn(self) -> AbstractContextManager[None] | None:
         """The turn of this call among those of other threads; None: one of them waits inside its turn.
 
@@ -254,98 +723,43 @@ class CapturedStep(CopiedStep):
         """
 
         def patience() -> float:
-            return math.inf if self._vote is not None or has_ranks() else self._patience
+            return math.inf if self.core.vote is not None or has_ranks() else self._patience
 
         turn = TURNS.take(patience)
         if turn is None and self._patience == PATIENCE:
             self._patience = IMPATIENCE
             warn_uncapturable(
-                f"{self._name} runs eagerly where a captured step in another thread runs and waits inside"
+                f"{self.core.name} runs eagerly where a captured step in another thread runs and waits inside"
             )
         return turn
 
-    def _run_in_turn(self, args: Any, kwargs: Any) -> Any:
-        flat, spec = arguments.flatten(*self._arguments.of(args, kwargs))
-        leaves = self._leaves(flat)
-        key = self._key(leaves, spec)
-        self._cache.begin_call()
-        self._last_plan = LastPlan(key, Replay)
-        refused = self._refused.get(key) or self._refused.get(EVERY_CALL)
-        if refused is not None:
-            return self._run_refused(refused, args, kwargs)
-        call = Invocation(args, kwargs, leaves, spec, key)
-        if self._vote is None and not self._cache.has(key) and self._is_skipped(call):
-            return self._stay_eager(call, "calls of its kind were not worth a recording")
-        is_done, result = self._try_replay(call)
-        if is_done:
-            return result
-        if is_done is None:
-            log.warning("a replay of %s failed, the call runs eagerly: %s", self._name, result)
-            return self._stay_eager(call, f"a replay failed: {result}")
-        call = replace(call, reason=str(result))
-        if call.reason not in (RARE, WAITS, RESTS):
-            self._note_miss(call.reason)
-        if (why := self._why_not_recorded(call)) is not None:
-            return self._stay_eager(call, why)
-        if self._disturbed >= MOST_DISTURBED:
-            TURNS.end_innermost()
-            return self._stay_eager(call, "steps of other threads have run in its recordings")
-        if self._has_live_numbers and self._is_read_elsewhere():
-            return self._stay_eager(call, "another thread may read the numbers of a recording")
-        self._last_plan = LastPlan(call.key, Record, call.reason)
-        return self._capture(call)
+    def _is_read_elsewhere(self) -> bool:
+        """Whether another thread may read the live numbers of a recording or an audit, so that there is none.
 
-    def _stay_eager(self, call: Invocation, why: str) -> Any:
-        """The callable itself. why: for `explain`."""
-        self._last_plan = LastPlan(call.key, Eager, why)
-        return self._run_eagerly(call.args, call.kwargs)
-
-    def _leaves(self, flat: list[Any]) -> Sequence[Any]:
-        """The leaves of the arguments with which the callable is called."""
-        return flat
-
-    def _why_not_recorded(self, call: Invocation) -> str | None:
-        """Why this call runs eagerly, unrecorded; None: it is recorded. If ranks vote, all ranks decide alike."""
-        if self._is_left_eager or self._vote is not None:
-            return call.reason if self._is_left_eager else None
-        rest = self._policy.rest
-        if self._cache.is_hurried or rest.takes_call():
-            return RESTS
-        if self._cache.thrashing or rest.goes_on(self.stats.replays + self.stats.audits):
-            self._cache.give_up()
-            rest.begin(self.stats.replays + self.stats.audits)
-            return RESTS if rest.takes_call() else None
-        if not self._may_record(call.key):
-            if self._cache.miss is not None:
-                rest.is_in_vain(self._cache.looked_slowly)
-            return (
-                f"{call.reason}; recordings of calls that differ there were of no use, one is made where what is found "
-                "there has come before"
+        Not asked among ranks, which must all do the same.
+        """
+        if self.core.vote is not None or has_ranks():
+            return False
+        thread = reading_thread(TURNS.threads)
+        if thread is not None and not self._has_warned_of_thread:
+            self._has_warned_of_thread = True
+            warn_uncapturable(
+                f"{self.core.name} runs eagerly where it would be recorded, and is not audited, while {thread} may "
+                "read the numbers that it changes: let that thread wait for them by `queue.get()`, and the thread of "
+                "the step put them there"
             )
-        most = MAX_WARMUPS if self._has_settled else MOST_WARMUPS
-        if self._unsettled.skips(call.reason, most):
-            return self._unsettled.why(call.reason)
-        return None
+        return thread is not None
 
-    def _rests(self) -> bool:
-        """Whether the step rests, and asks no program: then a call costs nothing beyond eager."""
-        rest = self._policy.rest
-        if rest.is_vain:
-            self._cache.is_hurried = not rest.asks_none and rest.takes_call()
-            return rest.asks_none and rest.takes_call()
-        self._cache.is_hurried = False
-        return not len(self._cache) and self._vote is None and rest.takes_call()
+    # -- record, judge, build, agree, keep -------------------------------------------------------
 
-    # -- record, judge, build, agree, keep -----------------------------------------------------
-
-    def _capture(self, call: Invocation) -> Any:
+    def capture(self, call: Invocation) -> Any:
         """Run a call for real while it is recorded; keep its program if it was the steady state."""
         with only_young_collections():
             before = TURNS.disturbances
-            run = self._record(call, self._recorder(call))
+            run = self.record(call, self.recorder(call))
             if isinstance(run, RecordedRun):
                 if TURNS.disturbances == before:
-                    self._finish(run, call)
+                    self.finish(run, call)
                 else:  # what another thread did meanwhile is not the step's
                     self.stats.eager += 1
                     self._disturbed += 1
@@ -353,20 +767,23 @@ class CapturedStep(CopiedStep):
                 del run
                 replace_escaped(log_of_numbers)  # the caller may hold them
                 return result
-        return self._run_unrecordable(run, call)
+        return self.run_unrecordable(run, call)
 
-    def _recorder(self, call: Invocation) -> Recorder:
+    def recorder(self, call: Invocation) -> Recorder:
+        """What records a call."""
         self._begin_recording(call)
         live = self._has_live_numbers
-        observer = LifetimeObserver() if self._options.memory else None
-        is_first = call.key not in self._warmups
+        observer = LifetimeObserver() if self.core.options.memory else None
+        predicted = call.key not in self.core.unkept
         with_lifetimes = live and observer is not None
-        is_watched = (is_first or self._repeats_calls) and not (in_world() or with_lifetimes)
+        is_watched = (predicted or self._repeats_calls) and not (in_world() or with_lifetimes)
         kind = WatchedRecorder if is_watched else Recorder
         recorder = kind(not in_world(), live=live, for_real=True, observer=observer)
-        recorder.checks.goes_outside = self._goes_outside
+        recorder.checks.goes_outside = self.core.goes_outside
         if in_world() or (with_lifetimes and self._reads_no_clock):
             recorder.checks.is_watched = True  # in a fake world, nothing is compared with eager
+        if self._hooks.recorder is not None:
+            self._hooks.recorder(recorder, call)
         return recorder
 
     @property
@@ -376,21 +793,22 @@ class CapturedStep(CopiedStep):
         Only from the second recording on: the first one shows which state the step moves. Of all kinds of calls, so
         that the ranks, whose kinds may differ, know at the second call whether they must vote.
         """
-        return bool(self.stats.warmups or self.stats.captures or len(self._cache))
+        return bool(self.stats.warmups or self.stats.captures or len(self.core.cache))
 
-    def _record(self, call: Invocation, recorder: Recorder) -> RecordedRun | NotYet | Refused:
+    def record(self, call: Invocation, recorder: Recorder) -> RecordedRun | NotYet | Refused:
+        """Run the callable for real while `recorder` is active, or say why not."""
         warn_if_untested()
-        for cached in self._cache:
+        for cached in self.core.cache:
             for fact in cached.program.facts:
-                self._changed_hyperparameters |= getattr(fact, "changed_keys", frozenset)()
+                self.core.varying |= getattr(fact, "changed_keys", frozenset)()
         if recorder.scalar_log is not None:
             recorder.scalar_log.plain_reads = self._plain_reads
-        varying, outside = self._changed_hyperparameters, self._hooks_run_outside
+        varying, outside = self.core.varying, self.core.hooks_run_outside
         places = self._places(call, recorder.live)
-        has_vote = self._vote is not None or self._options.compares
-        meets_as = None if has_vote or outside or in_world() else self._name
+        has_vote = self.core.vote is not None or self.core.options.compares
+        meets_as = None if has_vote or outside or in_world() else self.core.name
         try:
-            run = record(self._fn, call, recorder, varying, outside, places, meets_as)
+            run = record(self.core.fn, call, recorder, varying, outside, places, meets_as)
         except Exception as error:
             self._plain_reads |= was_refused(error)
             raise
@@ -401,48 +819,75 @@ class CapturedStep(CopiedStep):
     def _places(self, call: Invocation, live: bool) -> LivePlaces:
         """The places in Python that may be live in this recording: earlier ones, or code outside, have moved them."""
         previous = self._previous(call.key)
-        if previous is None or not live or self._plain_reads or self._hooks_run_outside:
+        is_still = self._hooks.is_still or self._plain_reads or self.core.hooks_run_outside
+        if previous is None or not live or is_still:
             return NO_PLACES
         facts = self.program.facts if self.program is not None else ()
         return previous.moved | self._varying.learned(facts, call.leaves)
 
-    def _finish(self, run: FinishedRun, call: Invocation, rerun: bool = False) -> None:
+    def _previous(self, key: Hashable) -> RecordingSummary | None:
+        """The summary with which a recording is compared: one of its kind, of any sizes until the step has settled."""
+        core = self.core
+        unkept = core.unkept.get(key)
+        if unkept is None and not core.has_settled and self._compares_sizes(key):
+            unkept = next(reversed(core.unkept.values()), None)
+        return unkept.summary if unkept is not None else self._last_summary
+
+    def _compares_sizes(self, key: Hashable) -> bool:
+        return self.predictions is not None and self.predictions.compares(key)
+
+    def wants_sizes(self, call: Invocation) -> bool:
+        """Whether programs for other sizes may be made once this call is recorded, too."""
+        return self.predictions is not None and self.predictions.wants(call)
+
+    def _begin_recording(self, call: Invocation) -> None:
+        core = self.core
+        core.policy.ledger.pay(RECORDING)
+        core.policy.kinds.recorded(call.key, self.wants_sizes(call))
+        if self.predictions is not None:
+            self.predictions.lengths.recorded.note(call.key)
+
+    def finish(self, run: FinishedRun, call: Invocation, rerun: bool = False) -> None:
         """The stages after a recorded run. rerun: it was a forward that ran again, for a backward without a program."""
         checks, hyper = run.recorder.checks, run.recorder.calls.hyperparameters
         if hyper is not None:
-            self._changed_hyperparameters |= hyper.wanted
+            self.core.varying |= hyper.wanted
         if checks.repeated or checks.own_clock is not None:
             self._repeats_calls = True
             self._reads_no_clock |= bool(checks.is_watched) and checks.clock is None
-        unkept = self._warmups.get(call.key)
+        unkept = self.core.unkept.get(call.key)
         previous = self._previous(call.key)
-        reasons = None if unkept is None or self._has_settled else unkept.reasons
+        reasons = None if unkept is None or self.core.has_settled else unkept.reasons
         verdict = judge(run, reasons, previous)
         outcome = build(verdict, lambda recording: self._build(recording, call))
-        compares, together = self._options.compares, run.rendezvous
-        agreed = agree(outcome, run.recorder, self._vote, compares, rerun, together)
-        if agreed.vote is not None and self._vote is None:
-            self._policy.rest.begin_together()
-        self._vote = agreed.vote
+        compares, together = self.core.options.compares, run.rendezvous
+        agreed = agree(outcome, run.recorder, self.core.vote, compares, rerun, together)
+        if agreed.vote is not None and self.core.vote is None:
+            self.core.policy.rest.begin_together()
+        self.core.vote = agreed.vote
         self._keep(agreed.outcome, call)
         if isinstance(agreed.outcome, Built):
-            self._unsettled.clear()
+            self.core.unsettled.clear()
         elif isinstance(agreed.outcome, WarmUp):
             votes = RankVote.of(run.recorder, compares) if together is None else None
             if votes is None:  # else all ranks must record alike
-                self._unsettled.add(call.reason, agreed.outcome.reason)
-            elif self._policy.kinds.defers:  # all ranks decide together which calls they record
-                self._vote = votes | self._vote
+                self.core.unsettled.add(call.reason, agreed.outcome.reason)
+            elif self.core.policy.kinds.defers:  # all ranks decide together which calls they record
+                self.core.vote = votes | self.core.vote
             if run.recorder.scalars and not run.recorder.live:
-                self._policy.kinds.record_next()  # ranks find out together whether they must vote
-            self._let_wait(call, run.recorder)
+                self.core.policy.kinds.record_next()  # ranks find out together whether they must vote
+            self.passes.let_wait(call, run.recorder, self.wants_sizes(call))
 
     def _build(self, recording: StepRecording, call: Invocation) -> Built:
         """The program of a recording, after the passes."""
+        hooks = self._hooks
+        if hooks.build is not None and (own := hooks.build(recording, call)) is not None:
+            return own
         recorded = recording.program(call.spec)
-        waits, is_bare = self._before_passes(recorded, call)
-        program = recorded if waits or is_bare else self._rewritten(recorded)
-        signature = self._signature(recording, call.key)
+        before = hooks.before_passes(recorded) if hooks.before_passes is not None else None
+        waits, is_bare = before or self.passes.before(recorded, call, self.wants_sizes(call))
+        program = recorded if waits or is_bare else self.passes.apply(recorded)
+        signature = self.signature(recording, call.key)
         counts = ProgramCounts.of(recording.recorder, recorded.nodes(), program)
         exit = recording.exit
         cached = CachedProgram(
@@ -451,7 +896,7 @@ class CapturedStep(CopiedStep):
             exit.effects,
             exit.has_grad_fn,
             call.reason,
-            fingerprints={} if program is recorded else self._options.issued(program),
+            fingerprints={} if program is recorded else self.core.options.issued(program),
             memory=StepMemory.of(recording, recorded, program),
             op_stream=signature,
             python_effects=exit.python_effects,
@@ -459,13 +904,18 @@ class CapturedStep(CopiedStep):
             dropped=recording.dropped(program),
             is_bare=is_bare,
         )
-        names = recording.entry.roots.arguments
-        reference = self._reference_of(call, names, recorded, cached)
-        return Built(cached, recording.summary, counts, reference)
+        reference = None
+        if self.predictions is not None:
+            names = recording.entry.roots.arguments
+            reference = self.predictions.reference(call, names, recorded, cached)
+        built = Built(cached, recording.summary, counts, reference)
+        return built if hooks.built is None else hooks.built(built, recording, call)
 
-    def _signature(self, recording: StepRecording, key: Hashable) -> Callable[[], Signature] | None:
+    def signature(self, recording: StepRecording, key: Hashable) -> Callable[[], Signature] | None:
         """What makes that with which audited calls are compared; None if none is audited."""
-        is_unused = self._options.audit.every == 0 and not self._compares_sizes(key)
+        if self._hooks.compares is not None and self._hooks.compares(recording):
+            return recording.signature()
+        is_unused = self.core.options.audit.every == 0 and not self._compares_sizes(key)
         if is_unused or not recording.recorder.ignore_fake:
             return None  # a fake world, whose mode is off here, replays nothing
         return recording.signature()
@@ -480,69 +930,74 @@ class CapturedStep(CopiedStep):
             self._last_summary = outcome.summary
             self.stats.captured(outcome.counts)
         elif isinstance(outcome, WarmUp):
-            log.info("warming up %s: %s", self._name, outcome.reason)
-            unkept = self._warmups.pop(key, None) or Unkept(outcome.summary)
+            log.info("warming up %s: %s", self.core.name, outcome.reason)
+            unkept = self.core.unkept.pop(key, None) or Unkept(outcome.summary)
             unkept.summary = outcome.summary
             unkept.reasons[without_numbers(outcome.reason)] += 1
             unkept.why = outcome.reason
-            self._warmups[key] = unkept  # the last one at the end
+            self.core.unkept[key] = unkept  # the last one at the end
             self.stats.warmups += 1
         else:
-            self._refuse(EVERY_CALL if outcome.everywhere else key, outcome.error)
+            self.core.refuse(EVERY_CALL if outcome.everywhere else key, outcome.error)
             self.stats.warmups += 1
 
+    def _end_warm_ups(self, key: Hashable) -> None:
+        """A recording is kept: those before it that were not were the step's first ones, whatever their sizes."""
+        core = self.core
+        if not core.has_settled and self._compares_sizes(key):
+            kind = open_key(key)
+            core.unkept = {k: v for k, v in core.unkept.items() if open_key(k) != kind}
+        core.unkept.pop(key, None)
+
     def _keep_program(self, built: Built, call: Invocation) -> None:
-        key = self._key_with_sizes(call.key, built.cached.program)
-        self._add(key, built.cached)
+        key = self.core.key_with_sizes(call.key, built.cached.program)
+        (self._hooks.add or self.core.cache.add)(key, built.cached)
         self._last_plan = LastPlan(key, Record, call.reason, is_kept=True)
-        self._policy.ledger.pay(BUILDING)
-        if self._lengths is not None:
-            self._lengths.recorded.note(key)
+        self.core.policy.ledger.pay(BUILDING)
+        if self.predictions is not None:
+            self.predictions.lengths.recorded.note(key)
             if built.reference is not None:
-                built.cached.group = self._learn(key, built.reference, call)
+                built.cached.group = self.predictions.learn(key, built.reference, call)
 
-    def _add(self, key: Hashable, cached: CachedProgram) -> None:
-        self._cache.add(key, cached)
-
-    # -- refusals ------------------------------------------------------------------------------
+    # -- refusals --------------------------------------------------------------------------------
 
     def _run_refused(self, error: FunctionalizeError, args: Any, kwargs: Any) -> Any:
         """A call whose key was refused before."""
-        if self._options.raises:
+        if self.core.options.raises:
             raise error
-        if self._vote is None or EVERY_CALL in self._refused:
+        if self.core.vote is None or EVERY_CALL in self.core.refused:
             TURNS.end_innermost()
             return self._run_eagerly(args, kwargs)
         # The other ranks wait for this vote. Then they record, and vote again, or all ranks run eagerly.
-        if self._vote.before_replay(None) is Level.RARE:
+        if self.core.vote.before_replay(None) is Level.RARE:
             return self._run_eagerly(args, kwargs)
         return self._run_unrecorded(error, args, kwargs)
 
-    def _run_unrecordable(self, refused: Refused | NotYet, call: Invocation) -> Any:
+    def run_unrecordable(self, refused: Refused | NotYet, call: Invocation) -> Any:
         """A call that failed before the step ran, since its objects cannot be inspected, or not before it."""
         if isinstance(refused, NotYet):
             return self._run_before_recording(refused, call)
-        self._refuse(call.key, refused.error)
-        if self._options.raises and not refused.is_bug:
+        self.core.refuse(call.key, refused.error)
+        if self.core.options.raises and not refused.is_bug:
             raise refused.error
         return self._run_unrecorded(refused.error, call.args, call.kwargs)
 
     def _run_unrecorded(self, error: FunctionalizeError, args: Any, kwargs: Any) -> Any:
         """Run a call that cannot be recorded; if ranks vote, no rank captures the step from now on."""
-        result = self._fn(*args, **kwargs)
-        if self._vote is not None:
-            self._vote.worst(Level.REFUSED)
-            self._refuse(EVERY_CALL, error)
+        result = self.core.fn(*args, **kwargs)
+        if self.core.vote is not None:
+            self.core.vote.worst(Level.REFUSED)
+            self.core.refuse(EVERY_CALL, error)
         self.stats.eager += 1
         return result
 
     def _run_before_recording(self, not_yet: NotYet, call: Invocation) -> Any:
         """Run a call that makes what later recordings need; if ranks vote, they record again, too."""
-        log.info("%s runs eagerly, since it %s", self._name, not_yet.reason)
-        result = self._fn(*call.args, **call.kwargs)
-        if self._vote is not None:
-            self._vote.worst(not_yet.level)
+        log.info("%s runs eagerly, since it %s", self.core.name, not_yet.reason)
+        result = self.core.fn(*call.args, **call.kwargs)
+        if self.core.vote is not None:
+            self.core.vote.worst(not_yet.level)
         else:
-            self._unsettled.add(call.reason, not_yet.reason)
+            self.core.unsettled.add(call.reason, not_yet.reason)
         self.stats.eager += 1
         return result

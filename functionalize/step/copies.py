@@ -19,50 +19,59 @@ import types
 from typing import Any
 
 from functionalize.step.options import CaptureOptions
-from functionalize.step.predicted_step import PredictedStep
 from functionalize.util.own_values import held_value
 
 _ABSENT = object()
+# The callable, or an object and the name of its method; the options; the kind; the attributes that a script has set.
+State = tuple[Any, str | None, CaptureOptions, Any, dict[str, Any]]
 
 
-class CopiedStep(PredictedStep):
-    """A captured step whose copies are captured steps of their own: made by `__init__`, of the copied callable."""
+def copied(step: Any) -> Any:
+    """What `copy.copy` of a captured step gives."""
+    if _name_of(step) is not None:
+        return step
+    new = step.like(step.callable)
+    vars(new).update(_set_by_script(step))
+    return new
 
-    def __copy__(self) -> Any:
-        if _name_of(self) is not None:
-            return self
-        new = type(self)(self._fn, self._options)
-        vars(new).update(_set_by_script(self))
-        return new
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if _name_of(self) is not None:
-            return self
-        of = _attribute_of(self)
-        if of is not None:
-            return getattr(copy.deepcopy(of[0], memo), of[1])
-        new = memo[id(self)] = type(self).__new__(type(self))
-        new.__setstate__((copy.deepcopy(self._fn, memo), None, self._options, {}))
-        vars(new).update(copy.deepcopy(_set_by_script(self), memo))
-        return new
+def deep_copied(step: Any, memo: dict[int, Any]) -> Any:
+    """What `copy.deepcopy` gives."""
+    if _name_of(step) is not None:
+        return step
+    of = _attribute_of(step)
+    if of is not None:
+        return getattr(copy.deepcopy(of[0], memo), of[1])
+    new = memo[id(step)] = object.__new__(type(step))
+    new.__setstate__((copy.deepcopy(step.callable, memo), None, *_made_with(step), {}))
+    vars(new).update(copy.deepcopy(_set_by_script(step), memo))
+    return new
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        name, of = _name_of(self), _attribute_of(self)
-        if name is not None:
-            return name
-        if of is not None:
-            return getattr, of
-        method = _method(self._fn)
-        callable_ = (self._fn, None) if method is None else method
-        state = (*callable_, self._options, _set_by_script(self))
-        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
-    def __setstate__(self, state: tuple[Any, str | None, CaptureOptions, dict[str, Any]]) -> None:
-        """Begin as a new captured step. state: the callable, or an object and the name of its method; the rest."""
-        owner, name, options, attributes = state
-        method = owner if name is None else getattr(type(owner), name).__get__(owner)
-        type(self).__init__(self, method, options)
-        vars(self).update(attributes)
+def reduced(step: Any) -> Any:
+    """What pickling writes of a captured step: its name, the object that holds it, or its `State`."""
+    name, of = _name_of(step), _attribute_of(step)
+    if name is not None:
+        return name
+    if of is not None:
+        return getattr, of
+    method = _method(step.callable)
+    callable_ = (step.callable, None) if method is None else method
+    state = (*callable_, *_made_with(step), _set_by_script(step))
+    return copyreg.__newobj__, (type(step),), state  # type: ignore[attr-defined]
+
+
+def set_state(step: Any, state: State) -> None:
+    """Begin as a new captured step."""
+    owner, name, options, kind, attributes = state
+    method = owner if name is None else getattr(type(owner), name).__get__(owner)
+    type(step).__init__(step, method, options, kind)
+    vars(step).update(attributes)
+
+
+def _made_with(step: Any) -> tuple[CaptureOptions, Any]:
+    """The options and the kind of a step."""
+    return step.core.options, step._kind
 
 
 def _name_of(step: Any) -> str | None:
@@ -76,7 +85,7 @@ def _name_of(step: Any) -> str | None:
 
 def _attribute_of(step: Any) -> tuple[Any, str] | None:
     """The object whose attribute makes this step, as `@capture` on a method does, and the attribute; None: none."""
-    owner, name = getattr(step._fn, "__self__", None), getattr(step._fn, "__name__", "")
+    owner, name = getattr(step.callable, "__self__", None), getattr(step.callable, "__name__", "")
     if owner is None or held_value(owner, step) is None:
         return None
     return (owner, name) if getattr(owner, name, None) is step else None
@@ -96,8 +105,8 @@ def _method(method: Any) -> tuple[Any, str] | None:
 
 def _set_by_script(step: Any) -> dict[str, Any]:
     """The attributes that a script has set on a step."""
-    known = vars(type(step)(_nothing, step._options)).keys()
-    of_callable = getattr(step._fn, "__dict__", {})
+    known = vars(step.like(_nothing)).keys()
+    of_callable = getattr(step.callable, "__dict__", {})
     return {
         key: value
         for key, value in vars(step).items()

@@ -40,10 +40,14 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """The step runs for real, and is compared with a program that was predicted: its first call."""
+    """The step runs for real, and is compared with a program that was predicted: its first call.
+
+    is_alone: whether the other ranks run eagerly, and do not vote after it.
+    """
 
     cached: CachedProgram
     call: Call
+    is_alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +59,20 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Eager:
-    """The step runs for real, unrecorded. why: for people."""
+    """The step runs for real, unrecorded. why: for people.
+
+    is_rare: calls of its kind came too seldom to be recorded, on some rank. is_vain: its programs miss the call, and
+    none like it is worth a recording. waits: its program, or its recording, waits.
+    """
 
     why: str
+    is_rare: bool = False
+    is_vain: bool = False
+    waits: bool = False
 
 
-Plan = Replay | Audit | Compare | Record | Eager
+Covered = Replay | Audit | Compare
+Plan = Covered | Record | Eager
 
 
 class LastPlan(NamedTuple):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,12 +28,10 @@ from functionalize.audit.schedule import AuditOption
 from functionalize.errors import UncapturableError
 from functionalize.ir.inputs import Captured, chain_of
 from functionalize.step.captured_step import CapturedStep
+from functionalize.step.hooks import Hooks
 from functionalize.step.options import MAX_PROGRAM_BYTES, CaptureOptions
 from functionalize.step.outcome import Built
-from functionalize.step.recording import StepRecording
-from functionalize.step.stages import Invocation
 from functionalize.tape.listing import Unlisted, listed
-from functionalize.walk.live_places import NO_PLACES, LivePlaces
 
 Tensors = Tensor | Sequence[Tensor]
 
@@ -45,13 +43,12 @@ def capture_backward(
     audit: AuditOption = "auto",
     record_after: int = 2,
     max_program_bytes: float = MAX_PROGRAM_BYTES,
-) -> CapturedTapes:
+) -> TapeBackward:
     """A callable that goes backward as `loss.backward()`, by a program where one of the same tape was recorded.
 
     The options are those of `capture`. A call never raises for a backward that cannot be captured: it runs eagerly.
     """
-    return CapturedTapes(
-        functools.partial(_backward, []),
+    return TapeBackward(
         CaptureOptions.of(
             passes,
             "eager",
@@ -62,21 +59,37 @@ def capture_backward(
             record_after,
             max_program_bytes,
             False,
-        ),
+        )
     )
 
 
-class CapturedTapes(CapturedStep):
-    """Backwards by programs, one for each tape. refused: how many calls could not be listed, by reason."""
+class TapeBackward:
+    """Backwards by programs, one for each tape: a captured step whose arguments are what the nodes hold.
 
-    _fn: functools.partial[None]
-    _goes_outside = True
-    _why_unsaved = "is for the backwards of eager graphs: capture a whole step"
+    step: that captured step, whose attributes this has, too. refused: how many calls could not be listed, by reason.
+    """
 
-    def __init__(self, train_step: Callable[..., Any], options: CaptureOptions) -> None:
-        super().__init__(train_step, options)
-        self._name = "backward"
+    def __init__(self, options: CaptureOptions) -> None:
+        self._hooks: list[
+            Any
+        ] = []  # of the running call: the search for what code reads begins there
+        self.step = CapturedStep(functools.partial(_backward, self._hooks), options, _Tapes)
         self.refused: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # how it is copied is its own
+            raise AttributeError(name)
+        return getattr(self.__dict__["step"], name)
+
+    def __getstate__(self) -> tuple[CaptureOptions, dict[str, Any]]:
+        """The options, and what a script has set: a copy begins without programs."""
+        own = {"_hooks", "step", "refused"}
+        return self.step.core.options, {k: v for k, v in vars(self).items() if k not in own}
+
+    def __setstate__(self, state: tuple[CaptureOptions, dict[str, Any]]) -> None:
+        options, attributes = state
+        TapeBackward.__init__(self, options)
+        vars(self).update(attributes)
 
     def __call__(
         self,
@@ -94,31 +107,41 @@ class CapturedTapes(CapturedStep):
             passed *= len(roots)
         gradients = first_gradients(roots, passed)
         try:
-            if self.is_busy:
+            if self.step.is_busy:
                 raise Unlisted("inside of a recording or a transform")
             tape = listed(roots, gradients)
         except Unlisted as reason:
             self.refused[str(reason)] += 1
             torch.autograd.backward(roots, gradients, retain_graph)
             return
-        (hooks,) = self._fn.args  # of the running call: the search for what code reads begins there
-        hooks[:] = tape.hooks
+        self._hooks[:] = tape.hooks
         try:
-            super().__call__(
+            self.step(
                 roots, gradients, retain_graph, tape.key, tape.tensors, tape.leaves, tape.packed
             )
         finally:
-            hooks.clear()
+            self._hooks.clear()
 
-    def _places(self, call: Invocation, live: bool) -> LivePlaces:
-        return NO_PLACES  # hooks are made anew: a number in one is no place of the next
 
-    def _build(self, recording: StepRecording, call: Invocation) -> Built:
-        built = super()._build(recording, call)
-        for spec in built.cached.program.inputs:
-            if any(isinstance(source, Captured) for source in chain_of(spec.source)):
-                raise UncapturableError(f"the backward reads `{spec.name}`, which no node holds")
-        return built
+class _Tapes:
+    """What is particular to such a step."""
+
+    hooks = Hooks(
+        is_still=True,  # hooks are made anew: a number in one is no place of the next
+        built=lambda built, recording, call: _checked(built),
+        why_unsaved="is for the backwards of eager graphs: capture a whole step",
+    )
+
+    def __init__(self, step: CapturedStep) -> None:
+        step.core.name, step.core.goes_outside = "backward", True
+
+
+def _checked(built: Built) -> Built:
+    """Refuse a program that reads a tensor that was not listed."""
+    for spec in built.cached.program.inputs:
+        if any(isinstance(source, Captured) for source in chain_of(spec.source)):
+            raise UncapturableError(f"the backward reads `{spec.name}`, which no node holds")
+    return built
 
 
 def _backward(

@@ -32,7 +32,7 @@ they require a gradient; a saved value that was written since, as in eager.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
@@ -45,21 +45,22 @@ from functionalize.errors import PassError
 from functionalize.fsdp.forward_again import as_outside_of_backward
 from functionalize.ir.generators import is_random
 from functionalize.ir.inputs import Call
+from functionalize.lengths.shared_passes import needs_no_copies
 from functionalize.program.collective_order import recorded_sequences
-from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.watched_recorder import WatchedRecorder
 from functionalize.scalars.escaped_numbers import replace_escaped
 from functionalize.scalars.live_scalars import plain_tree
-from functionalize.state import arguments
 from functionalize.state.arguments import flatten_result, unflatten_result
 from functionalize.state.python_effects import repeat, unrepeated
 from functionalize.state.sources import leave
 from functionalize.step.cache import CachedProgram
+from functionalize.step.captured_step import CapturedStep
+from functionalize.step.core import EVERY_CALL
+from functionalize.step.hooks import Hooks
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Built
 from functionalize.step.recording import StepRecording
-from functionalize.step.replayed_step import EVERY_CALL
 from functionalize.step.stages import Invocation, RecordedRun
 from functionalize.step.stats import ProgramCounts
 from functionalize.step.turns import TURNS
@@ -72,9 +73,9 @@ from functionalize.step_backward.boundary import (
     is_output,
     with_backward,
 )
-from functionalize.step_backward.joint_recording import ForwardEnd, JointRecording, JointRun
+from functionalize.step_backward.joint_recording import ForwardEnd, JointRecording, JointRun, Pair
 from functionalize.step_backward.pair import BackwardProgram, ForwardProgram, is_same_forward
-from functionalize.step_backward.predicted_forward import PredictedForward
+from functionalize.step_backward.predicted_forward import EntryStates, ForwardPredictions
 from functionalize.step_backward.recorded_forward import RecordedForward, note_hooks_inside
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.process_groups import has_ranks
@@ -83,25 +84,38 @@ from functionalize.util.user_warning import warn_uncapturable
 log = logging.getLogger("functionalize")
 _PATIENCE = 4  # recorded forwards in a row without a backward, before fewer are recorded
 _BACKWARDS = 8  # kept of one forward
+_NOT_PREDICTED = (
+    "autograd has asked for other gradients than in recorded calls: programs for other sizes are "
+    "not predicted any more"
+)
 _LACKS = "no backward was called on the results of the last recorded calls"
 
 
-class CapturedForward(PredictedForward):
+def captured_forward(forward: Callable[..., Any], options: CaptureOptions) -> CapturedStep:
+    """A captured step of a forward, whose backward runs outside of it. Raises `PassError`."""
+    if options.compares:
+        changing = next(each for each in options.passes if each.changes_collectives)
+        raise PassError(
+            f"`{changing}` changes collectives, and a forward's backward may be replayed on one rank and run on "
+            "another: capture a whole step, or leave the pass out"
+        )
+    return CapturedStep(forward, options, Forward)
+
+
+def forward_of(step: CapturedStep) -> Forward:
+    """What is particular to a captured forward."""
+    assert isinstance(step.part, Forward)
+    return step.part
+
+
+class Forward:
     """A captured forward: replays the forward when it is called, and its backward when autograd runs it."""
 
-    _hooks_run_outside = True
-    _why_unsaved = (
-        "is for a forward whose backward runs outside of it (`backward=True`): capture a whole step"
-    )
-
-    def __init__(self, forward: Callable[..., Any], options: CaptureOptions) -> None:
-        super().__init__(forward, options)
-        if options.compares:
-            changing = next(each for each in options.passes if each.changes_collectives)
-            raise PassError(
-                f"`{changing}` changes collectives, and a forward's backward may be replayed on one rank and run on "
-                "another: capture a whole step, or leave the pass out"
-            )
+    def __init__(self, step: CapturedStep) -> None:
+        self._step, self._core, self.stats = step, step.core, step.core.stats
+        self._audits, self._passes = step.audits, step.passes
+        self._core.hooks_run_outside = self._passes.may_follow = True
+        self._is_sharded = False  # whether FSDP2 reduces the gradients
         # key of a call -> the number of recorded forwards in a row without a backward
         self._without_backward: dict[Hashable, int] = {}
         # number of a call -> its forward, which left its own graph, until its backward
@@ -109,17 +123,32 @@ class CapturedForward(PredictedForward):
         self._calls = 0
         self._was_elsewhere = False  # whether a call ran eagerly because of another thread
         self._nodes: WeakSet[Any] = WeakSet()
-
-    @property
-    def backward_programs(self) -> tuple[Program, ...]:
-        """The programs of all backwards, by forward, the last recorded first."""
-        forwards = (cached for cached in self._cache if isinstance(cached, ForwardProgram))
-        return tuple(each.program for forward in forwards for each in forward.backwards)
+        # Where nothing is predicted, the state is no part of the key.
+        self._states = EntryStates() if self._core.options.dynamic else None
+        self.hooks = Hooks(
+            began=self._began,
+            leaves=DetachedLeaves,
+            state=self._state if self._states is not None else None,
+            why_not=self._why_not,
+            replay=self._replay,
+            is_due=self._is_due,
+            audit=self._audit,
+            capture=self._capture,
+            build=self._build,
+            add=self._add,
+            why_unsaved="is for a forward whose backward runs outside of it (`backward=True`): capture a whole step",
+            predictions=self._new_predictions,
+        )
 
     @property
     def callable(self) -> Callable[..., Any]:
         """The callable that was captured."""
-        return self._fn
+        return self._core.fn
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether another recording is active."""
+        return self._step.is_busy
 
     @property
     def reduced_together(self) -> WeakSet[Any]:
@@ -129,14 +158,36 @@ class CapturedForward(PredictedForward):
     @property
     def vote(self) -> RankVote | None:
         """The vote of the ranks on replay; None: they need none."""
-        return self._vote
+        return self._core.vote
 
-    def _leaves(self, flat: list[Any]) -> DetachedLeaves:
-        return DetachedLeaves(flat)
+    @property
+    def _predictions(self) -> ForwardPredictions | None:
+        found = self._step.predictions
+        assert found is None or isinstance(found, ForwardPredictions)
+        return found
 
-    def _why_not_recorded(self, call: Invocation) -> str | None:
-        why = super()._why_not_recorded(call)
-        return _LACKS if why is None and self._lacks_backwards(call.key) else why
+    def _new_predictions(self, *parts: Any) -> ForwardPredictions:
+        assert self._states is not None
+        return ForwardPredictions(self._states, *parts)
+
+    def _began(self) -> bool:
+        if not has_ranks() and TURNS.forwards_elsewhere():
+            if not self._was_elsewhere:
+                self._was_elsewhere = True
+                warn_uncapturable(
+                    f"{self._core.name} runs eagerly while two threads call captured forwards, as their backwards run "
+                    "outside (`backward=True`): capture whole steps"
+                )
+            return True
+        self._calls += 1
+        return False
+
+    def _state(self, leaves: Sequence[Any]) -> tuple[Hashable, ...]:
+        assert self._states is not None
+        return (self._states.of(leaves),)
+
+    def _why_not(self, call: Invocation) -> str | None:
+        return _LACKS if self._lacks_backwards(call.key) else None
 
     def _lacks_backwards(self, key: Hashable) -> bool:
         """Whether to skip recording this call, since no backward was called on the forwards recorded last.
@@ -146,22 +197,10 @@ class CapturedForward(PredictedForward):
         count = self._without_backward[key] = self._without_backward.get(key, 0) + 1
         if count == _PATIENCE + 1:
             warn_uncapturable(
-                f"{self._name} is captured with its backward, and no backward is called on its results: call it under "
-                "torch.no_grad(), or capture it without `backward=True`"
+                f"{self._core.name} is captured with its backward, and no backward is called on its results: call it "
+                "under torch.no_grad(), or capture it without `backward=True`"
             )
         return count > _PATIENCE and bool(count & (count - 1))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not has_ranks() and TURNS.forwards_elsewhere():
-            if not self._was_elsewhere:
-                self._was_elsewhere = True
-                warn_uncapturable(
-                    f"{self._name} runs eagerly while two threads call captured forwards, as their backwards run "
-                    "outside (`backward=True`): capture whole steps"
-                )
-            return self._run_eagerly(args, kwargs)
-        self._calls += not self.is_busy
-        return super().__call__(*args, **kwargs)
 
     # -- replay --------------------------------------------------------------------------------
 
@@ -175,44 +214,62 @@ class CapturedForward(PredictedForward):
 
         accepts: whether the caller can make use of it. Ranks count alike, whichever of them calls.
         """
-        if self.is_busy or self._vote is not None or not torch.is_grad_enabled():
+        core = self._core
+        if self.is_busy or core.vote is not None or not torch.is_grad_enabled():
             return None
-        flat, spec = arguments.flatten(*self._arguments.of(args, kwargs))
-        leaves = self._leaves(flat)
-        key = self._key(leaves, spec)
-        if leaves.detached or key in self._refused or EVERY_CALL in self._refused:
+        flat, spec = self._step.flattened(args, kwargs)
+        leaves = DetachedLeaves(flat)
+        key = self._step.key(leaves, spec)
+        if leaves.detached or key in core.refused or EVERY_CALL in core.refused:
             return None
-        for cached, call in self._cache.matching(key, leaves, spec):
-            if isinstance(cached, ForwardProgram) and accepts(cached, call):
-                self._calls += 1
-                if not self._is_due(cached):
-                    self._note_replay(cached)
-                    return cached, call
-                self._calls -= 1
+        found = core.cache.first(key, leaves, spec)
+        if (
+            found is None
+            or not isinstance(found[0], ForwardProgram)
+            or not accepts(found[0], found[1])
+        ):
             return None
-        return None
+        self._calls += 1
+        if self._is_due(found[0]):
+            self._calls -= 1
+            return None
+        core.note_replay(found[0])
+        return found[0], found[1]
 
     def _replay(self, cached: CachedProgram, call: Call) -> Any:
         if not isinstance(cached, ForwardProgram):
             assert isinstance(call.leaves, DetachedLeaves)
-            return call.leaves.with_originals(super()._replay(cached, call))
+            return call.leaves.with_originals(self._step.replay(cached, call))
         replayed = ReplayedForward(self, cached, call)
-        values = cached.program.replay(call, self._vote)
+        values = cached.program.replay(call, self._core.vote)
         replayed.hold(values[cached.results :])
         result, left = unflatten_result(values[: cached.results], cached.spec)
         count = len(cached.slots)
         leave(call, cached.slots, left[:count], cached.effects)
-        self._note_replay(cached)
+        self._core.note_replay(cached)
         repeat(cached.python_effects, call, left[count:])
-        self._pass_if_worth(cached)
+        self._passes.after_replay(cached)
         assert isinstance(call.leaves, DetachedLeaves)
         return with_backward(result, cached.has_grad_fn, replayed, call.leaves, replayed.inputs())
 
     def missed_backward(self, reason: str) -> None:
         """Count a request of autograd that no recorded backward covers."""
-        self._note_miss(f"backward: {reason}")
+        self._core.note_miss(f"backward: {reason}")
         self.stats.reruns += 1
         self._predict_no_more()
+
+    def _predict_no_more(self) -> None:
+        """Autograd has asked for a backward that was not recorded."""
+        if not self._step.predict_no_more():
+            return
+        core = self._core
+        if self._is_sharded:
+            log.warning("%s: %s; all ranks must run this forward again", core.name, _NOT_PREDICTED)
+        for cached in list(core.cache):
+            cached.group = None
+            if cached.is_unseen:
+                core.cache.drop(cached)
+        self.stats.missed(_NOT_PREDICTED)
 
     def run_again(self, leaves: DetachedLeaves, forward: ForwardProgram, reason: str) -> Any:
         """Run the forward for real on the leaves of an earlier call; its backward may be kept beside the others."""
@@ -220,8 +277,8 @@ class CapturedForward(PredictedForward):
         assert spec is not None
         fresh = DetachedLeaves(leaves)
         args, kwargs = unflatten_result(leaves, spec)
-        call = Invocation(args, kwargs, fresh, spec, self._key(fresh, spec), reason)
-        recorder = self._recorder(call)
+        call = Invocation(args, kwargs, fresh, spec, self._step.key(fresh, spec), reason)
+        recorder = self._step.recorder(call)
         recorder.calls.were_made = True
         with as_outside_of_backward():
             return self._run_forward(call, recorder, rerun_of=forward)
@@ -230,14 +287,14 @@ class CapturedForward(PredictedForward):
 
     def _is_due(self, cached: CachedProgram) -> bool:
         if not isinstance(cached, ForwardProgram) or cached.signature is None:
-            return super()._is_due(cached)
+            return self._audits.is_due(cached)
         call = self._calls if cached.communicates else cached.replays + cached.audits + 1
-        return self._options.audit.is_due(call, is_pair=True)
+        return self._core.options.audit.is_due(call, is_pair=True)
 
     def _audit(self, audited: AuditedCall, cached: CachedProgram, call: Invocation) -> Any:
         if not isinstance(cached, ForwardProgram) or cached.signature is None:
-            return super()._audit(audited, cached, call)
-        kind = WatchedRecorder if self._begin_audit(cached) else Recorder
+            return self._audits.run(audited, cached, call)
+        kind = WatchedRecorder if self._audits.begin(cached) else Recorder
         recorder = kind(True, live=cached.signature.live, for_real=True)
         audit = AuditedForward(cached, audited.expected)
         forward = self._run_forward(call, recorder, audit=audit)
@@ -245,21 +302,22 @@ class CapturedForward(PredictedForward):
 
     def audit_raised(self, audit: AuditedForward, recorder: Recorder, error: Exception) -> None:
         """An audited forward, or its backward, has raised `error`."""
-        self._note_difference(judged(lambda: audit.failed(recorder, error)), audit.cached)
+        self._audits.note_difference(judged(lambda: audit.failed(recorder, error)), audit.cached)
 
     def finish_audit(self, audit: AuditedForward, run: JointRun) -> None:
         """Compare forward and backward with the programs."""
         verdict = judged(lambda: audit.after_backward(run))
         if verdict is not None and verdict.missed is not None:
-            self._note_miss(f"backward: {verdict.missed}")
+            self._core.note_miss(f"backward: {verdict.missed}")
         # Autograd has not accumulated the gradients yet, which an error here would prevent.
-        at_end_of_backward(lambda: self._settle(verdict, audit.cached))
+        at_end_of_backward(lambda: self._audits.settle(verdict, audit.cached))
 
     # -- record, judge, build, agree, keep -----------------------------------------------------
 
     def _capture(self, call: Invocation) -> Any:
-        call = self._compared(call)
-        forward = self._run_forward(call, self._recorder(call))
+        if self._predictions is not None:
+            call = self._predictions.compared(call)
+        forward = self._run_forward(call, self._step.recorder(call))
         if not isinstance(forward, RecordedForward):
             return forward
         self.stats.eager += 1  # until its backward is recorded
@@ -285,7 +343,7 @@ class CapturedForward(PredictedForward):
         call.leaves.connect(while_inside)
         with only_young_collections():
             try:
-                run = self._record(detached, recorder)
+                run = self._step.record(detached, recorder)
             except Exception as error:
                 if audit is not None:
                     self.audit_raised(audit, recorder, error)
@@ -300,16 +358,21 @@ class CapturedForward(PredictedForward):
                     end = ForwardEnd.now(run.entry, run.result, run.recorder, changed)
                 if audit is not None:
                     verdict = judged(lambda: audit.after_forward(recorder, end))
-                    self._end_audit(verdict, audit.cached)
-                if has_history and rerun_of is None and audit is None and end.has_escaped(self._fn):
+                    self._audits.end(verdict, audit.cached)
+                if (
+                    has_history
+                    and rerun_of is None
+                    and audit is None
+                    and end.has_escaped(self._core.fn)
+                ):
                     return self._with_own_graph(run, end, detached)
                 if has_history:
                     return RecordedForward(self, run, end, detached, rerun_of, audit)
                 if audit is None:
                     self._without_backward.pop(call.key, None)
-                    self._finish(run, detached)
+                    self._step.finish(run, detached)
                 return call.leaves.with_originals(plain_tree(run.result))
-        return self._run_unrecordable(run, call)
+        return self._step.run_unrecordable(run, call)
 
     def _with_own_graph(self, run: RecordedRun, end: ForwardEnd, call: Invocation) -> Any:
         """The result with the graph that the callable made, which a backward reaches elsewhere, too.
@@ -341,20 +404,20 @@ class CapturedForward(PredictedForward):
         rerun = run.rerun_of is not None
         if not rerun:
             self.stats.eager -= 1  # its forward was counted so
-        self._finish(run, call, rerun)
+        self._step.finish(run, call, rerun)
         replace_escaped(run.recorder.scalar_log)
 
-    def _build(self, recording: StepRecording, call: Invocation) -> Built:
+    def _build(self, recording: StepRecording, call: Invocation) -> Built | None:
         if not isinstance(recording, JointRecording):
-            return super()._build(recording, call)
+            return None
         run = recording.run
         pair = recording.pair(call.spec, run.rerun_of.saved if run.rerun_of is not None else ())
         is_bare = self._is_bare(pair, call)
-        apply = self._rewritten if not is_bare else lambda program: program
+        apply = self._passes.apply if not is_bare else lambda program: program
         forward, backward = apply(pair.forward), apply(pair.backward)
         nodes = pair.forward.nodes() + pair.backward.nodes()
         counts = ProgramCounts.of(run.recorder, nodes, forward)
-        signature = self._signature(recording, call.key)
+        signature = self._step.signature(recording, call.key)
         whole = recording.whole_signature() if signature is not None else None
         cached = ForwardProgram(
             forward,
@@ -382,9 +445,16 @@ class CapturedForward(PredictedForward):
         )
         counts = replace(counts, nodes=counts.nodes + backward.nodes())
         names, reference = run.end.entry.roots.arguments, None
-        if whole is not None and run.rerun_of is None:
-            reference = self._reference(call, names, pair, cached, whole)
+        if whole is not None and run.rerun_of is None and self._predictions is not None:
+            reference = self._predictions.reference_of_pair(call, names, pair, cached, whole)
         return Built(cached, recording.summary, counts, reference)
+
+    def _is_bare(self, pair: Pair, call: Invocation) -> bool:
+        """Whether programs are replayed before the passes, which may run for all sizes."""
+        if call.expected is not None:
+            return self._core.options.rewrites and call.expected.group.is_lean
+        may_share = self._passes.may_share(self._step.wants_sizes(call))
+        return may_share and all(map(needs_no_copies, (pair.forward, pair.backward)))
 
     def _add(self, key: Hashable, cached: CachedProgram) -> None:
         known = cached.rerun_of if isinstance(cached, ForwardProgram) else None
@@ -393,7 +463,7 @@ class CapturedForward(PredictedForward):
             or not isinstance(cached, ForwardProgram)
             or not is_same_forward(known, cached)
         ):
-            super()._add(key, cached)
+            self._core.cache.add(key, cached)
             return
         # The same forward, whose new program saves the values for all its backwards. The new recording ran after the
         # first forward, so its `facts` describe a later state: keep the facts of the first one.

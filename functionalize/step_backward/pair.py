@@ -122,6 +122,11 @@ class ForwardProgram(CachedProgram):
         made.op_stream = found.forward
         return made
 
+    def rewrite(self, apply: Callable[[Program], Program]) -> None:
+        super().rewrite(apply)
+        for each in self.backwards:
+            each.program = apply(each.program)
+
     def takes(self, programs: Sequence[Program]) -> None:
         super().takes(programs)
         (backward,) = self.backwards

@@ -1,8 +1,8 @@
 """A captured forward whose programs for other sizes are predicted, each with that of its backward.
 
-    step._take(prediction, call)      replay the call, or compare it
-    step._compared(call)              the call, with what it is compared with
-    step._learn(key, reference, call) the class of a recorded call; here a compared one is judged
+    predictions.take(prediction, call)       replay the call, or compare it
+    predictions.compared(call)               the call, with what it is compared with
+    predictions.learn(key, reference, call)  the class of a recorded call; here a compared one is judged
 
 A first call that is compared is recorded as any call without a program is, and the two programs that are made of it are
 compared with the predicted ones, integer by integer. So ranks take part in it as in a recording.
@@ -17,7 +17,7 @@ alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,12 +27,9 @@ from functionalize.ir.guards import Guard
 from functionalize.ir.inputs import Call
 from functionalize.lengths.length_class import LengthClass, Prediction
 from functionalize.lengths.references import Reference, difference
-from functionalize.lengths.shared_passes import needs_no_copies
 from functionalize.state.mode_guard import ModeGuard
 from functionalize.state.step_guards import ModuleGuard, SlotGuard
-from functionalize.step.cache import CachedProgram, key_of
-from functionalize.step.captured_step import CapturedStep
-from functionalize.step.options import CaptureOptions
+from functionalize.step.predictions import Predictions
 from functionalize.step.stages import Invocation
 from functionalize.step_backward.joint_recording import Pair
 from functionalize.step_backward.pair import ForwardProgram
@@ -40,10 +37,6 @@ from functionalize.templates.call_keys import has_made_sizes
 
 log = logging.getLogger("functionalize")
 _NOTHING = None, None
-_NOT_PREDICTED = (
-    "autograd has asked for other gradients than in recorded calls: programs for other sizes are "
-    "not predicted any more"
-)
 _MOVED = (SlotGuard, FSDPStateGuard, ModeGuard, ModuleGuard)  # what a training loop moves
 _MOST = 8  # states that have a number each
 
@@ -80,37 +73,28 @@ def _hold(guards: Sequence[Guard], call: Call) -> bool:
         return False
 
 
-class PredictedForward(CapturedStep):
-    """A forward with programs, recorded and predicted."""
+class ForwardPredictions(Predictions):
+    """What a captured forward predicts: programs in pairs, compared as recordings."""
 
-    def __init__(self, forward: Callable[..., Any], options: CaptureOptions) -> None:
-        super().__init__(forward, options)
-        self._states = EntryStates()
-        self._is_sharded = False  # whether FSDP2 reduces the gradients
+    def __init__(self, states: EntryStates, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._states = states
         self._expected: tuple[Hashable, Prediction | None] = _NOTHING
 
-    def _key(self, leaves: Sequence[Any], spec: Any) -> Hashable:
-        if not self._options.dynamic:
-            return super()._key(leaves, spec)
-        key: Any = key_of(leaves, spec)
-        found: Hashable = self._sizes.of((*key, self._states.of(leaves)), leaves)
-        return found
-
-    # -- first calls ---------------------------------------------------------------------------
-
-    def _take(self, found: Prediction, call: Invocation) -> None:
+    def take(self, found: Prediction, call: Invocation) -> None:
         if found.why is None:
-            super()._take(found, call)
+            super().take(found, call)
         else:
             self._expected = call.key, found
 
-    def _compared(self, call: Invocation) -> Invocation:
+    def compared(self, call: Invocation) -> Invocation:
+        """A call that is to be recorded, with what it is compared with."""
         (key, expected), self._expected = self._expected, _NOTHING
         if expected is None or key is not call.key:
             return call
         return replace(call, expected=expected, observer=expected.observer())
 
-    def _reference(
+    def reference_of_pair(
         self,
         call: Invocation,
         names: Sequence[str],
@@ -119,58 +103,28 @@ class PredictedForward(CapturedStep):
         whole: Signature,
     ) -> Reference | None:
         """What programs for other sizes are made from. names: of the arguments. whole: the op stream of both."""
-        if not self._compares_sizes(call.key):
+        if not self.compares(call.key):
             return None
-        key, backward = self._key_with_sizes(call.key, pair.forward), (pair.backward, whole)
+        key, backward = self._core.key_with_sizes(call.key, pair.forward), (pair.backward, whole)
         return Reference.of(key, names, call.leaves, pair.forward, cached, backward)
 
-    def _learn(self, key: Hashable, reference: Reference, call: Invocation) -> LengthClass | None:
+    def learn(self, key: Hashable, reference: Reference, call: Invocation) -> LengthClass | None:
+        """The class of a recorded call that is kept; one that was to be compared is judged."""
         self._states.learn(
             reference.key[-1 - has_made_sizes(reference.key)], reference.program.facts
         )
-        expected = call.expected
+        expected, stats = call.expected, self._core.stats
         if expected is None:
-            return super()._learn(key, reference, call)
-        self.stats.audits += 1
+            return super().learn(key, reference, call)
+        stats.audits += 1
         why = difference(reference, expected.programs, expected.rest)
         if why is not None:
-            self._mispredicted(expected, call.key, why)
-            return super()._learn(key, reference, call)
+            self.mispredicted(expected, call.key, why)
+            return super().learn(key, reference, call)
         observer: Any = call.observer
         expected.found_right(observer, was_watched=True)
         expected.group.references[:] = [reference]  # with guards on the state as it is now
         reference.rest.found = 1  # it has been of use
-        self.stats.predictions += 1
-        self.stats.captures -= 1  # what is counted next is a comparison
+        stats.predictions += 1
+        stats.captures -= 1  # what is counted next is a comparison
         return expected.group
-
-    def _predict_no_more(self) -> None:
-        """Autograd has asked for a backward that was not recorded."""
-        if self._lengths is None:
-            return
-        self._lengths = None
-        if self._is_sharded:
-            log.warning("%s: %s; all ranks must run this forward again", self._name, _NOT_PREDICTED)
-        for cached in list(self._cache):
-            cached.group = None
-            if cached.is_unseen:
-                self._cache.drop(cached)
-        self.stats.missed(_NOT_PREDICTED)
-
-    # -- passes --------------------------------------------------------------------------------
-
-    def _is_bare(self, pair: Pair, call: Invocation) -> bool:
-        """Whether programs are replayed before the passes, which may run for all sizes."""
-        if call.expected is not None:
-            return self._options.rewrites and call.expected.group.is_lean
-        return self._may_share(call) and all(map(needs_no_copies, (pair.forward, pair.backward)))
-
-    @property
-    def _passes_may_follow(self) -> bool:
-        return True
-
-    def _rewrite(self, cached: CachedProgram) -> None:
-        super()._rewrite(cached)
-        if isinstance(cached, ForwardProgram):
-            for each in cached.backwards:
-                each.program = self._rewritten(each.program)

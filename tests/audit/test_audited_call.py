@@ -396,7 +396,7 @@ def test_by_default_the_eighth_call_of_each_program_is_audited() -> None:
     for i in range(2 * 12):
         captured(batch(i, rows=4 + i % 2))
     assert (captured.stats.audits, captured.stats.audit_failures) == (2, 0)
-    assert [program.audits for program in captured._cache] == [1, 1]
+    assert [program.audits for program in captured.core.cache] == [1, 1]
 
 
 def forward_and_gradients(forward: Any, model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -470,7 +470,7 @@ def test_a_forward_with_collectives_is_audited_by_the_number_of_its_calls() -> N
         captured = fz.capture(fn, backward=True, audit=4)
         for i in range(12):  # of calls of two kinds, which have programs of their own
             captured(batch(i, rows=5 + (i > 4))).backward()
-            audits = sum(program.audits for program in captured._cache)
+            audits = sum(program.audits for program in captured.core.cache)
             assert audits == captured.stats.audits
             assert captured.stats.audits == (i + 1) // 4
         assert captured.stats.replays >= 4, captured.explain()
@@ -518,7 +518,7 @@ def test_the_op_stream_is_made_when_a_run_is_compared_and_keeps_no_tensor_until_
     until_captured(captured)
     captured.forget()
     result = captured(batch(5))
-    latest, died = captured._cache.latest, weakref.ref(result)
+    latest, died = captured.core.cache.latest, weakref.ref(result)
     assert callable(latest.op_stream)
     del result
     assert died() is None

@@ -281,7 +281,7 @@ def seeds_and_draws_nothing(self: Trainer, x: Tensor) -> Tensor:
 def test_what_moves_a_generator_otherwise_is_refused(augment: Any, name: str) -> None:
     captured = compared(augment, on_uncapturable="eager")
     assert captured.stats.replays == 0
-    (error,) = captured._refused.values()
+    (error,) = captured.core.refused.values()
     assert str(error).startswith(
         f"draws from `{name}`, reads or writes it, which a replay would not"
     )

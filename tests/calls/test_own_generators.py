@@ -265,7 +265,7 @@ def reads_the_state(self: Trainer, x: Tensor) -> Tensor:
 def test_what_no_replay_repeats_is_refused(augment: Any, what: str) -> None:
     captured = compared(augment, on_uncapturable="eager")
     assert captured.stats.replays == 0
-    (error,) = captured._refused.values()
+    (error,) = captured.core.refused.values()
     assert what in str(error)
 
 

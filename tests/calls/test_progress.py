@@ -79,7 +79,7 @@ def test_a_bar_on_which_the_step_depends_is_refused(after: Any, what: str) -> No
     captured = fz.capture(twins[1].step, on_uncapturable="eager")
     for i in range(4):
         assert twins[0].step(batch(i)).item() == captured(batch(i)).item()
-    (error,) = captured._refused.values()
+    (error,) = captured.core.refused.values()
     assert what in str(error)
 
 

@@ -172,5 +172,5 @@ def refused(after: Callable[[Tensor, Twin], Any], calls: int = 6, **options: Any
                 results.append((result.item(), found(), twin.state()))
             assert results[0] == results[1], f"call {i}"
     assert captured.stats.replays == 0
-    (error,) = captured._refused.values()
+    (error,) = captured.core.refused.values()
     return str(error)

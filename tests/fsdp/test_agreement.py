@@ -152,7 +152,7 @@ def lengths_differ(numbers: bool, unique: bool) -> tuple[list[str], Any, bool]:
     for i in range(40):
         drawn = int(torch.randint(4, (1,), generator=generator))
         both.call(i, 2 + (2 * i + dist.get_rank() if unique else drawn))
-    return both.differences, both.captured.stats, both.captured._vote is not None
+    return both.differences, both.captured.stats, both.captured.core.vote is not None
 
 
 @pytest.mark.parametrize("numbers", [False, True])
@@ -182,8 +182,8 @@ def rare_and_refused() -> tuple[list[str], Any]:
     both = Pair(on_uncapturable="eager", dynamic=False)
     for i in range(20):
         if i == 5 and second:
-            key = next(iter(both.captured._cache.items()))[0]
-            both.captured._refuse(key, UncapturableError("for a test"))
+            key = next(iter(both.captured.core.cache.items()))[0]
+            both.captured.core.refuse(key, UncapturableError("for a test"))
         both.call(i, 4 if i < 5 or (second and i > 14) else 10 + i)
     return both.differences, both.captured.stats
 

@@ -154,7 +154,7 @@ def on_a_rank(
             found += [f"{i}: {seen[1][1]}, not {seen[0][1]}"] if seen[0][1] != seen[1][1] else []
     log.removeHandler(kept)
     sys.modules.pop("torch.utils.tensorboard.writer")
-    return found, captured.stats, captured._vote is not None, captured.explain()
+    return found, captured.stats, captured.core.vote is not None, captured.explain()
 
 
 @pytest.mark.parametrize(

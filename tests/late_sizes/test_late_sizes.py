@@ -129,7 +129,7 @@ def test_results_of_computed_sizes_are_returned() -> None:
 def test_a_replay_that_misses_changes_nothing_and_other_kinds_replay() -> None:
     """Half of the calls take another branch: the kind rests."""
     captured = trained(branches, [40] * 60)
-    (kind,) = captured._late._kinds.values()
+    (kind,) = captured.part.classes._kinds.values()
     assert kind.rest > 0 or captured.stats.replays > 40
     assert captured.stats.captures <= 20
 

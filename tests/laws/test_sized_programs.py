@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functionalize as fz
-from functionalize.step import predicted_step
+from functionalize.step import pass_schedule
 from functionalize.templates.leaves import leaves_of
 from tests.laws.sized_programs import SizedProgram, SizesOfCalls, sized_programs
 
@@ -112,5 +112,5 @@ _REMAINDER = SizedProgram(
 @settings(max_examples=EXAMPLES, derandomize=True)  # CI draws the long run, too: the same each time
 def test_random_programs_at_random_sizes(program: SizedProgram, seed: int, every: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(predicted_step, "REPLAYS_BEFORE_PASSES", 4)
+        patch.setattr(pass_schedule, "REPLAYS_BEFORE_PASSES", 4)
         check(program, seed, every)

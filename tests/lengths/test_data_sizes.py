@@ -223,7 +223,7 @@ def test_passes_run_for_all_counts(name: str) -> None:
     """They ask for the size of what is selected: it is that of the count, not that of the recording."""
     counts = [*KNOWN, *([*NEW, *KNOWN] * 9)]
     step = trained(BODIES[name], counts, dynamic=True, passes="default")
-    (group,) = step._lengths
+    (group,) = step.predictions.lengths
     assert group.passed and group.apart is None
     latest = step.programs[-1]
     latest.describe()

@@ -140,7 +140,7 @@ def test_another_backward_ends_predictions() -> None:
         assert all(map(torch.equal, *found)), (i, size)
     assert captured.stats.instances >= 4 and captured.stats.reruns == 1
     assert any("not predicted any more" in each for each in captured.stats.guard_failures)
-    assert all(not cached.is_unseen for cached in captured._cache)
+    assert all(not cached.is_unseen for cached in captured.core.cache)
 
 
 def test_a_parameter_that_is_replaced_by_a_parametrization() -> None:
@@ -164,9 +164,9 @@ def fails(*args: Any) -> Any:
 def test_a_backward_that_fails_runs_eagerly() -> None:
     """Of a program that no call was compared with."""
     captured = trained(plain_loss, [*LEARNED, *NEW])
-    unseen = next(each for each in captured._cache if each.is_unseen)
+    unseen = next(each for each in captured.core.cache if each.is_unseen)
     unseen.backwards[0].program._run = fails
-    x, found = torch.randn(captured._cache.key_of(unseen)[2][0]), []
+    x, found = torch.randn(captured.core.cache.key_of(unseen)[2][0]), []
     for fn in (captured, captured.callable):
         torch.manual_seed(0)
         inner = x.clone().requires_grad_()

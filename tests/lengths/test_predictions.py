@@ -326,7 +326,7 @@ def test_a_template_that_nothing_has_confirmed_is_not_relied_on(passes: str, tmp
     """Recorded lengths return many times: passes run for each; no other length is replayed, and no file has it."""
     sizes = [(2, length) for _ in range(80) for length in (8, 12)]
     step = trained(plain_loss, sizes, dynamic=NEVER, passes=passes)
-    (group,) = step._lengths
+    (group,) = step.predictions.lengths
     assert group.is_early and not group.passed and step.stats.captures == 2
     assert all(program.history for program in step.programs) == bool(passes)
     step.save(tmp_path / "step.fzp")
@@ -334,7 +334,7 @@ def test_a_template_that_nothing_has_confirmed_is_not_relied_on(passes: str, tmp
     assert not group.is_early and step.stats.instances == 0
     step.forget()
     step.load(tmp_path / "step.fzp")
-    assert len(step.programs) == 2 and not list(step._lengths)
+    assert len(step.programs) == 2 and not list(step.predictions.lengths)
 
 
 def test_recordings_for_a_template_that_never_comes_delay_no_other() -> None:
@@ -361,11 +361,11 @@ def test_what_it_does_not_go_with() -> None:
 def test_predicted_programs_that_were_right_are_saved_with_their_template(tmp_path: Any) -> None:
     step = trained(plain_loss, [*LEARNED, *NEW])
     step.save(tmp_path / "step.fzp")
-    count, (group,) = len(step.programs), step._lengths
+    count, (group,) = len(step.programs), step.predictions.lengths
     step.forget()
     step.load(tmp_path / "step.fzp")
     assert len(step.programs) == count == 8
-    (loaded,) = step._lengths
+    (loaded,) = step.predictions.lengths
     assert loaded.tokens == group.tokens  # later recordings are of this class
     assert (loaded.recorded, loaded.every, loaded.proof) == (2, 1, group.proof)
     for length in (11, 30):
@@ -383,13 +383,13 @@ def test_what_a_file_cannot_name_leaves_a_class_out(
     tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     step = trained(plain_loss, [*LEARNED, *NEW])
-    (group,) = step._lengths
+    (group,) = step.predictions.lengths
     group.proof.lost = object()
     step.save(tmp_path / "step.fzp")
     assert "sizes that were not recorded are recorded where it is loaded: it holds" in caplog.text
     step.forget()
     step.load(tmp_path / "step.fzp")
-    assert len(step.programs) == 8 and not list(step._lengths)
+    assert len(step.programs) == 8 and not list(step.predictions.lengths)
 
 
 # -- dynamic="auto" ----------------------------------------------------------------------------------
@@ -397,9 +397,11 @@ def test_what_a_file_cannot_name_leaves_a_class_out(
 
 def test_auto_leaves_a_step_of_one_length_as_it_is() -> None:
     step = trained(plain_loss, [(2, 8)] * 6, dynamic="auto", passes="default")
-    stats, (cached,) = step.stats, step._cache
+    stats, (cached,) = step.stats, step.core.cache
     assert (stats.warmups, stats.captures, stats.replays, stats.eager) == (1, 1, 4, 0)
-    assert not list(step._lengths) and cached.op_stream is None  # nothing is kept for a template
+    assert (
+        not list(step.predictions.lengths) and cached.op_stream is None
+    )  # nothing is kept for a template
     assert "are predicted of no kind of call yet: no two recordings" in step.explain()
 
 

@@ -17,7 +17,7 @@ from functionalize import passes
 from functionalize.passes.base import Pass
 from functionalize.planning.timeline.liveness import Liveness
 from functionalize.program.known_inputs import KnownInputs
-from functionalize.step import predicted_step
+from functionalize.step import pass_schedule
 from functionalize.templates.leaves import leaves_of
 from tests.lengths.sized_calls import block, plain_loss, trained
 from tests.lengths.ways import LEARNED, NEVER, calls, compared
@@ -36,12 +36,12 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fz.Program]]:
         return original(program, pipeline)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(passes, "run", run)
-    monkeypatch.setattr(predicted_step, "REPLAYS_BEFORE_PASSES", 4)
+    monkeypatch.setattr(pass_schedule, "REPLAYS_BEFORE_PASSES", 4)
     yield found
 
 
 def group_of(captured: Any) -> Any:
-    (group,) = [each for each in captured._lengths if each.template is not None]
+    (group,) = [each for each in captured.predictions.lengths if each.template is not None]
     return group
 
 
@@ -148,7 +148,7 @@ def test_programs_are_what_the_passes_make_at_each_size(tmp_path: Path) -> None:
     sizes = [(2, n) for n in (11, 19, 33, 61) for _ in range(3)]
     step = trained(plain_loss, sizes, block, passes=pipeline, dynamic=True)
     group = group_of(step)
-    group.run_passes(step._options.applied)
+    group.run_passes(step.core.options.applied)
     assert group.apart is None
     assert group.passed_at((16,)) is None  # as long as the model is wide
     step.save(tmp_path / "step.fzp")

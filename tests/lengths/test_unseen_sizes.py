@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
 from functionalize.lengths.instances import Instance
-from functionalize.step.predicted_step import PredictedStep
+from functionalize.step.core import StepCore
 from functionalize.templates.leaves import leaves_of
 from tests.lengths.sized_calls import block, plain_loss, trained
 from tests.lengths.ways import LEARNED, NEVER, WAYS, calls, compare
@@ -226,11 +226,11 @@ def test_the_state_of_python_is_not_read_where_only_torch_may_differ(
     """Beyond the compared sizes; what torch does otherwise there is found."""
     read = []
 
-    def state(self: Any, *args: Any, original: Any = PredictedStep._state_before) -> Any:
+    def state(self: Any, *args: Any, original: Any = StepCore.state_before) -> Any:
         read.append(args)
         return original(self, *args)
 
-    monkeypatch.setattr(PredictedStep, "_state_before", state)
+    monkeypatch.setattr(StepCore, "state_before", state)
     captured = fz.capture(lambda x: x[:70] * 2, dynamic=4, audit=False)
     for rows in (*LEARNED, 69, 80):
         x = torch.randn(rows, 2)
@@ -309,7 +309,7 @@ def test_instances_equal_recorded_programs(pytestconfig: pytest.Config) -> None:
     for batch, length in ((2, 9), (3, 9), (2, 12), (5, 20), (4, 33), (6, 24)):
         for _ in range(3):
             captured(torch.randn(batch, length, 8))
-    (group,) = [each for each in captured._lengths if each.template is not None]
+    (group,) = [each for each in captured.predictions.lengths if each.template is not None]
     is_long, equal = pytestconfig.getoption("--fuzz-long"), 0
     batches, lengths = (range(1, 5), range(1, 97)) if is_long else ((1, 2, 4), (7, 50))
     for batch in batches:

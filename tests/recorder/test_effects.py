@@ -495,7 +495,7 @@ def writes_on_rank_0(seed: int) -> tuple[list[str], int, int]:
             captured(torch.ones(2, 4))
         file.flush()
         lines = Path(file.name).read_text().count("a step")
-    return [str(e) for e in captured._refused.values()], lines, captured.stats.replays
+    return [str(e) for e in captured.core.refused.values()], lines, captured.stats.replays
 
 
 def test_the_rank_that_writes_refuses_and_the_other_one_replays() -> None:

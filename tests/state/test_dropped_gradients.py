@@ -102,7 +102,7 @@ class Pair:
 
     @property
     def dropped(self) -> int:
-        return len(self.step._cache.latest.dropped)
+        return len(self.step.core.cache.latest.dropped)
 
     @contextmanager
     def watching(self) -> Iterator[list[bool]]:

@@ -133,9 +133,9 @@ def test_a_step_itself(make_copy: Copy) -> None:
         trainer.step(torch.ones(2, 3))
     step = make_copy(trainer.step)
     assert type(step) is type(trainer.step) and not step.programs and not step.stats.replays
-    assert step._options == trainer.step._options and step.tag == ["a"]
-    assert step.__wrapped__ == step._fn and step.__name__ == "_step"
-    owner = step._fn.__self__
+    assert step.core.options == trainer.step.core.options and step.tag == ["a"]
+    assert step.__wrapped__ == step.callable and step.__name__ == "_step"
+    owner = step.callable.__self__
     assert (owner is trainer) == (make_copy is copy.copy)
     assert (owner.step is step) == (make_copy is not copy.copy)
 
@@ -144,7 +144,7 @@ def test_a_step_itself(make_copy: Copy) -> None:
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled])
 def test_options(make_copy: Copy, options: dict[str, Any]) -> None:
     trainer = Trainer(fz.capture, **options)
-    assert make_copy(trainer).step._options == trainer.step._options
+    assert make_copy(trainer).step.core.options == trainer.step.core.options
 
 
 class Model(nn.Module):
@@ -178,7 +178,7 @@ def test_a_captured_forward(make_copy: Copy) -> None:
     model = Model()
     model.forward = fz.capture(model.forward, backward=True)  # type: ignore[method-assign]
     forward = make_copy(model.forward)
-    assert forward._fn.__self__.forward is forward is not model.forward
+    assert forward.callable.__self__.forward is forward is not model.forward
 
 
 def plain_step(x: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ def test_functions(make_copy: Copy) -> None:
     """They are copied as functions are: one that its module holds is found by its name."""
     assert make_copy(by_name) is by_name
     step = make_copy(fz.capture(plain_step))
-    assert step._fn is plain_step
+    assert step.callable is plain_step
     assert make_copy(Decorated.captured) is Decorated.captured
 
 
@@ -239,7 +239,7 @@ def test_backwards_of_eager_graphs(make_copy: Copy) -> None:
     for _ in range(4):
         assert gradient(backward).equal(wanted)
     other = make_copy(backward)
-    assert other._options == backward._options and other.tag == "a"
+    assert other.core.options == backward.core.options and other.tag == "a"
     assert other is not backward and not other.programs and not other.refused
     for _ in range(4):
         assert gradient(other).equal(wanted)

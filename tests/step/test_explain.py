@@ -77,7 +77,7 @@ def test_the_ledger_names_its_price() -> None:
         for counter.n in range(5):
             step(X)
     assert first(step).startswith(f"{LIKE}runs eagerly: ")
-    step._policy.ledger.balance = 3.2
+    step.core.policy.ledger.balance = 3.2
     assert first(step) == (
         f"{LIKE}runs eagerly: a recording costs 10 eager steps, and 3.2 are left; each call adds 0.05"
     )

@@ -272,7 +272,7 @@ def test_a_pass_that_fails_later_on_one_of_several_ranks_is_left_out(caplog: Any
     step = fz.capture(lambda x: x.sin(), passes=[Fails()], audit=False, dynamic=False)
     for rows in (3, 3, *[4] * 12):
         assert torch.equal(step(torch.ones(rows)), torch.ones(rows).sin())
-        step._vote = RankVote((), torch.device("cpu"))
+        step.core.vote = RankVote((), torch.device("cpu"))
     assert "replays a program without its passes: not for four" in caplog.text
     assert step.stats.replays == 1 + 3
     assert step.stats.eager == step.stats.rare == 8

@@ -41,7 +41,7 @@ def run(name: str, optimizer: str, calls: int = CALLS, **options: Any) -> Any:
         if not is_timed(name):
             found = difference([expected, eager.state()], [actual, ours.state()])
             assert found is None, f"call {i}: {found}\n{captured.explain()}"
-        if captured._refused and not refused_at:
+        if captured.core.refused and not refused_at:
             refused_at = i + 1
     return captured, refused_at
 
@@ -66,7 +66,7 @@ def test_audited_calls_move_state_too_and_differ_from_no_program(name: str) -> N
 def test_what_no_replay_repeats_is_refused_at_the_first_call_that_shows_it(name: str) -> None:
     message, at = REFUSED[name]
     captured, refused_at = run(name, "SGD")
-    (error,) = captured._refused.values()
+    (error,) = captured.core.refused.values()
     assert re.search(message, str(error), re.DOTALL), str(error)
     assert refused_at == at, captured.explain()
 

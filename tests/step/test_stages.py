@@ -235,11 +235,11 @@ def test_a_rank_that_does_not_answer_leaves_the_step_unchanged() -> None:
 
     step = fz.capture(lambda x: x + 1)
     x = torch.ones(2)
-    before = [dict(step._warmups), dict(step._refused), step._last_summary]
-    step._vote = Silent((), torch.device("cpu"))
-    run = step._record(invocation(x), step._recorder(invocation(x)))
+    before = [dict(step.core.unkept), dict(step.core.refused), step._last_summary]
+    step.core.vote = Silent((), torch.device("cpu"))
+    run = step.record(invocation(x), step.recorder(invocation(x)))
     with pytest.raises(UncapturableError, match="does not answer"):
-        step._finish(run, invocation(x))
+        step.finish(run, invocation(x))
     assert step.programs == ()
-    assert [dict(step._warmups), dict(step._refused), step._last_summary] == before
+    assert [dict(step.core.unkept), dict(step.core.refused), step._last_summary] == before
     assert step.stats.captures == step.stats.warmups == step.stats.ops == 0

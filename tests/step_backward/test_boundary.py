@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
 from functionalize.errors import GuardError, UncapturableError
-from functionalize.step_backward.captured_forward import CapturedForward
+from functionalize.step.captured_step import CapturedStep
 from tests.step.twins import Model, batch, same_state
 
 Loss = Callable[..., Any]
@@ -62,7 +62,7 @@ def compare(
     use: Callable[[Any, Loss, int], Any],
     make: Callable[[nn.Module], Loss] = loss_of,
     steps: int = 6,
-) -> CapturedForward:
+) -> CapturedStep:
     """`use(model, forward, i)` for both twins: what it returns, gradients, state and generator are equal."""
     (a, eager), (b, captured) = twins(make)
     for i in range(steps):

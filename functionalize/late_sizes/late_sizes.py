@@ -1,0 +1,233 @@
+"""Calls whose results have sizes that the step computes: which are recorded, which are replayed.
+
+    CapturedStep(train_step, options, LateSizes)      calls without such sizes do what those of a plain step do
+
+A recording with such sizes has no program of its own: none would fit the next call. It is one of those that determine
+the program of its class (`late_class.py`), which is then replayed for any sizes that the step computes, and once in a
+while recorded again and compared. A replay that meets a size that was not compared changes nothing: the call is
+recorded, or runs eagerly where recordings have not been returned by replays.
+Invariant: ranks that vote record together, or run eagerly together: which, the votes say.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from functionalize._compat.dispatch import disable_current_modes
+from functionalize.errors import GuardError, SaveError
+from functionalize.ir.inputs import Call
+from functionalize.late_sizes.late_class import LateClass
+from functionalize.late_sizes.late_classes import LateClasses, Turn
+from functionalize.late_sizes.late_guards import late_guards
+from functionalize.late_sizes.late_instances import LateInstance
+from functionalize.late_sizes.late_observer import LateObserver
+from functionalize.lengths.references import Reference
+from functionalize.program.program import Program
+from functionalize.recorder.recorder import Recorder
+from functionalize.step.cache import CachedProgram
+from functionalize.step.captured_step import CapturedStep
+from functionalize.step.core import StepCore
+from functionalize.step.hooks import Hooks
+from functionalize.step.options import CaptureOptions
+from functionalize.step.outcome import Built
+from functionalize.step.pass_schedule import REPLAYS_BEFORE_PASSES
+from functionalize.step.plan import Eager, Record
+from functionalize.step.recording import StepRecording
+from functionalize.step.stages import Invocation
+from functionalize.step.vote import RARE
+from functionalize.templates.call_keys import LATE, shapes_of, with_late_sizes
+from functionalize.templates.fitting import Sizes
+from functionalize.util.user_warning import warn_uncapturable
+
+log = logging.getLogger("functionalize")
+_DUE = "calls whose sizes the step computes are recorded until they are one program, and one in so many later"
+_EVERY = 32  # calls between recordings, at first: each compares other sizes
+
+
+def takes_late_sizes(options: CaptureOptions) -> bool:
+    """Whether results of a step may have sizes that are known only while the graph runs."""
+    compares_all = options.dynamic is not True and options.dynamic == 1
+    return bool(options.dynamic) and not compares_all and not options.compares
+
+
+class LateSizes:
+    """One program for all sizes that the ops of a step give their results."""
+
+    def __init__(self, step: CapturedStep) -> None:
+        self._step, self._core = step, step.core
+        self.classes = _no_classes(self._core)
+        self._turn: Turn | None = None  # of this call, if its kind has computed sizes
+        self.hooks = Hooks(
+            begin=self._begin,
+            plan=self._plan,
+            stays_eager=self._stays_eager,
+            replay=self._replay,
+            recorder=self._take_recorder,
+            capture=self._capture,
+            compares=_has_counts,
+            before_passes=_before_passes,
+            built=self._built,
+            forget=self._forget,
+            save=self._save,
+            text=self._text,
+        )
+
+    def _forget(self) -> None:
+        self.classes = _no_classes(self._core)
+
+    def _save(self) -> None:
+        cache = self._core.cache
+        late = [cached for cached in cache if isinstance(cached.program, LateInstance)]
+        for cached in late:
+            cache.drop(cached)  # the class makes it again
+        if not len(cache) and len(self.classes):
+            raise SaveError("has no program but those whose sizes it computes, which are not saved")
+
+    def _text(self) -> Iterator[str]:
+        return (each.text for each in self.classes)
+
+    # -- recordings ----------------------------------------------------------------------------
+
+    def _take_recorder(self, recorder: Recorder, call: Invocation) -> None:
+        recorder.checks.sizes.takes_late = recorder.ignore_fake
+        if isinstance(call.observer, LateObserver):
+            recorder.checks.sizes.counted = call.observer.counted
+
+    def _capture(self, call: Invocation) -> Any:
+        kind = self.classes.of(call.key)
+        if kind is not None:
+            call = replace(call, observer=kind.group.observer(shapes_of(call.key)))
+        return self._step.capture(call)
+
+    def _built(self, built: Built, recording: StepRecording, call: Invocation) -> Built:
+        cached = built.cached
+        guards = late_guards(cached.program)
+        if not guards:
+            return built
+        key: Any = self._core.key_with_sizes(call.key, cached.program)
+        names = recording.entry.roots.arguments
+        found = Reference.of(key, names, call.leaves, cached.program, cached)
+        assert found is not None
+        late = with_late_sizes(key, [guard.value for guard in guards])
+        reference = replace(found, key=late, names=[*found.names, LATE])
+        observer = call.observer if isinstance(call.observer, LateObserver) else None
+        recorder = recording.recorder
+        sources = recorder.checks.sizes.late(recorder.early_records())
+        self.classes.learn(key, reference, sources, observer)
+        self._drop_old()
+        return replace(built, reference=None, is_replayed=False)
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    def _begin(self, call: Invocation) -> None:
+        """Decide whether a call of a kind with computed sizes is replayed, recorded, or runs eagerly; counts it."""
+        self._turn, self._core.records_missed = None, True
+        kind = self.classes.of(call.key)
+        if kind is None:
+            return
+        programs = self._core.cache.at(call.key)
+        if any(not isinstance(each.program, LateInstance) for each in programs):
+            self._turn = Turn.REPLAY  # Python decides by a number whether it computes such sizes
+            self._has_late(call)
+            return
+        was_left, self._turn = kind.is_left, kind.turn()
+        if kind.is_left and not was_left:
+            warn_uncapturable(f"{self._core.name} runs eagerly: {kind.group.text}")
+            for group in kind.classes:
+                group.release()
+
+    def _plan(self, call: Invocation) -> Record | Eager | None:
+        if self._turn in (None, Turn.REPLAY):
+            return None
+        if self._turn is Turn.REST or not self._core.may_record(call.key):
+            return Eager(RARE, is_rare=True)
+        return Record(_DUE)
+
+    def _stays_eager(self, call: Invocation) -> bool | None:
+        kind = self.classes.of(call.key)
+        if kind is None:
+            return None
+        if self._turn is Turn.REPLAY and self._has_late(call):
+            return False
+        return self._turn is Turn.REST or not kind.may_record
+
+    def _has_late(self, call: Invocation) -> bool:
+        """Whether there is a program for arguments of these sizes and all computed ones; makes it if it can be made."""
+        kind, programs = self.classes.of(call.key), self._core.cache.at(call.key)
+        if any(isinstance(cached.program, LateInstance) for cached in programs):
+            return True
+        if kind is None or not kind.group.is_ready:
+            return False
+        sizes = kind.group.sizes_of(shapes_of(call.key))
+        if isinstance(sizes, str) or kind.group.why_compared(sizes) is not None:
+            return False
+        return self._take(kind.group, sizes, call)
+
+    def _take(self, group: LateClass, sizes: Sizes, call: Invocation) -> bool:
+        """Keep a program for arguments of these sizes, if there is one."""
+        rest, program = group.references[-1].rest, group.at(sizes)
+        if program is None:
+            return False
+        reason = f"a prediction from {group.recorded} recorded calls that computed other sizes"
+        parts = {"op_stream": None, "reason": reason, "group": None, "is_bare": False}
+        self._core.cache.add(call.key, replace(rest, program=program, **parts))
+        return True
+
+    def _replay(self, cached: CachedProgram, call: Call) -> Any:
+        core, kind = self._core, self.classes.of(self._core.cache.key_of(cached))
+        if kind is None:
+            return self._step.replay(cached, call)
+        program = cached.program
+        core.records_missed = kind.may_record
+        group: LateClass | None = program.group if isinstance(program, LateInstance) else None
+        try:
+            result = self._step.replay(cached, call)
+        except GuardError:
+            if group is not None:
+                kind.replayed(group, fits=False)
+            raise
+        if group is not None:
+            kind.replayed(group, fits=True)
+            is_worth = group.replays >= REPLAYS_BEFORE_PASSES and group.passed is None
+            if is_worth and core.options.rewrites:
+                self._pass(group)
+        return result
+
+    def _pass(self, group: LateClass) -> None:
+        """Run the passes for a class that has been of use."""
+        options = self._core.options
+        group.passed = options.why_apart
+        if group.passed is None:
+            try:
+                with torch.no_grad(), disable_current_modes():
+                    group.run_passes(options.applied)
+            except Exception as error:  # its programs stay as they are
+                group.passed = f"the passes fail: {type(error).__name__}: {error}"
+        if group.passed:
+            log.info("the passes of %s do not run: %s", self._core.name, group.passed)
+        self._drop_old()
+
+    def _drop_old(self) -> None:
+        """Drop the programs of templates that have been replaced."""
+        for cached in list(self._core.cache):
+            if isinstance(cached.program, LateInstance) and not cached.program.is_current:
+                self._core.cache.drop(cached)
+
+
+def _no_classes(core: StepCore) -> LateClasses:
+    dynamic = core.options.dynamic
+    return LateClasses(_EVERY if isinstance(dynamic, (bool, str)) else dynamic)
+
+
+def _has_counts(recording: StepRecording) -> bool:
+    """Whether a recording counts elements by values that it computed."""
+    return bool(recording.recorder.checks.sizes.has_counts)
+
+
+def _before_passes(recorded: Program) -> tuple[int, bool] | None:
+    return (0, True) if late_guards(recorded) else None

@@ -1,0 +1,159 @@
+"""What the parts of one captured step share: the callable, its programs, counts, options, refusals and vote.
+
+    core = StepCore(train_step, options)
+    core.may_record(key)         whether a call that no program covers is recorded; counts it
+    core.is_rare(key)            whether calls of its kind came too seldom; counts it
+    core.refuse(key, error)      later calls of this kind raise, or run eagerly
+
+A part (`Audits`, `PassSchedule`, `Predictions`, what is particular to a kind of step) holds the core, and no step.
+Invariant: ranks that vote change what they share in the same calls, in the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from functionalize.audit.signature import Signature
+from functionalize.errors import FunctionalizeError
+from functionalize.ir.guards import Miss
+from functionalize.lengths.data_sizes import DataSizes
+from functionalize.program.program import Program
+from functionalize.recorder.recorder import Recorder
+from functionalize.state.arguments import leaf_names
+from functionalize.state.hyperparameters import Key
+from functionalize.step.cache import CachedProgram, ProgramCache
+from functionalize.step.options import CaptureOptions
+from functionalize.step.outcome import Unkept, UnsettledMisses
+from functionalize.step.stages import Invocation
+from functionalize.step.stats import Stats
+from functionalize.step.step_state import EntryState
+from functionalize.step.vote import RankVote, VoteAfterGraph
+from functionalize.util.user_warning import warn_uncapturable
+from functionalize.walk.live_places import NO_PLACES
+
+log = logging.getLogger("functionalize")
+EVERY_CALL = object()  # the key of a refusal that holds for calls of every kind
+_DIFFERS = (
+    "{} runs eagerly where {}: recordings of calls that differ there were of no use. A call is recorded again if it "
+    "has come before. If this differs at every call, let ops compute with it instead: leave out `float()`, `int()`, "
+    "`.item()`, or a key or an index that is made of it"
+)
+
+
+class StepCore:
+    """One captured step, for its parts.
+
+    fn: the callable. name: of the step, in messages. sizes: which sizes ops make of arguments. unkept: by key, the
+    recordings that were not kept. unsettled: the misses whose recordings were not. refused: by key. varying:
+    hyperparameters that have changed. vote: None: the ranks need none. after: the vote of this call's replay, once its
+    graph has run. records_missed: whether this call is recorded if its replay misses.
+    hooks_run_outside: whether autograd runs the hooks of plain parameters after a replay. goes_outside: whether it is
+    the backward of a graph of the caller's.
+    """
+
+    hooks_run_outside = False
+    goes_outside = False
+
+    def __init__(self, fn: Callable[..., Any], options: CaptureOptions) -> None:
+        self.fn, self.options = fn, options
+        self.name: str = getattr(fn, "__name__", type(fn).__name__)
+        self.stats = Stats()
+        self.policy = options.policy()
+        self.cache, self.sizes = self._empty_cache(), DataSizes()
+        self.unkept: dict[Hashable, Unkept] = {}
+        self.unsettled = UnsettledMisses(self.name)
+        self.refused: dict[Hashable, FunctionalizeError] = {}
+        self.varying: frozenset[Key] = frozenset()
+        self.vote: RankVote | None = None
+        self.after: VoteAfterGraph | None = None
+        self.records_missed = True
+
+    def _empty_cache(self) -> ProgramCache:
+        most, nbytes = self.options.max_programs, self.options.max_program_bytes
+        policy = self.policy
+        evicted, rest_length = policy.kinds.evicted, lambda: policy.rest.length
+        return ProgramCache(self.name, most, nbytes, evicted, rest_length)
+
+    def forget(self) -> None:
+        """Drop every program, and what calls have cost and returned."""
+        self.policy = self.options.policy()
+        self.cache = self._empty_cache()
+
+    def restart(self, options: CaptureOptions) -> None:
+        """Drop every program, and make others with these options."""
+        self.options, self.cache = options, self._empty_cache()
+
+    @property
+    def has_settled(self) -> bool:
+        """Whether a recording was kept, or a program loaded."""
+        return bool(self.stats.captures or len(self.cache))
+
+    @property
+    def must_issue_alike(self) -> bool:
+        """Whether ranks compare the collectives of their programs before each replay."""
+        return self.vote is not None and self.options.compares
+
+    def key_with_sizes(self, key: Hashable, program: Program) -> Hashable:
+        """The key of a program that is kept, with the sizes that its ops make of arguments. key: of its call."""
+        found = self.sizes.learned(key, program.guards)
+        if found != key:
+            self.policy.kinds.renamed(key, found)
+        return found
+
+    # -- when a call is recorded -----------------------------------------------------------------
+
+    def may_record(self, key: Hashable, miss: Miss | None = None) -> bool:
+        """Whether to record a call that no program covers; counts it. miss: of a graph that has run, if one has."""
+        if not self.records_missed:
+            return False
+        policy, cache = self.policy, self.cache
+        may_record = policy.may_record(key, miss or cache.miss, cache.looked_slowly)
+        if not may_record and policy.news is not None:
+            if not self.unsettled.tell(policy.news):
+                warn_uncapturable(_DIFFERS.format(self.name, policy.news))
+            policy.news = None
+        return may_record
+
+    def is_rare(self, key: Hashable) -> bool:
+        """Whether calls of this kind came too seldom to be recorded; counts one. None is that was recorded."""
+        known = key in self.unkept or self.cache.has(key)
+        return self.policy.kinds.is_rare(key) and not known
+
+    # -- what has happened -----------------------------------------------------------------------
+
+    def note_miss(self, reason: str) -> None:
+        """A guard did not hold, so that a call is recorded or runs eagerly."""
+        if len(self.cache):
+            log.info("recording %s again: %s", self.name, reason)
+            self.stats.missed(str(reason))  # a `Miss` is a text with a question, which no process can unpickle
+
+    def note_replay(self, cached: CachedProgram) -> None:
+        """A program was replayed."""
+        cached.replays += 1
+        self.stats.replays += 1
+        self.cache.used(cached)
+        self.policy.ledger.replayed()
+        self.policy.replayed(self.cache.key_of(cached))
+
+    def refuse(self, key: Hashable, error: FunctionalizeError) -> None:
+        """Calls with this key cannot be captured."""
+        self.unkept.pop(key, None)
+        self.refused[key] = error
+        if self.options.raises:
+            log.warning("%s cannot be captured, its next call will raise: %s", self.name, error)
+        else:
+            warn_uncapturable(
+                f"{self.name} cannot be captured, it runs eagerly from now on: {error}"
+            )
+
+    def state_before(self, call: Invocation, signature: Signature) -> EntryState:
+        """What a step may change and a replay may not: read before a call that is compared with `signature`."""
+        names, recorder = leaf_names(self.fn, call.spec), Recorder(True, live=signature.live)
+        recorder.checks.goes_outside = self.goes_outside
+        live = signature.moving.live if signature.moving is not None else NO_PLACES
+        leaves: Sequence[Any] = call.leaves
+        return EntryState.now(
+            self.fn, leaves, recorder, self.varying, names, self.hooks_run_outside, live
+        )
