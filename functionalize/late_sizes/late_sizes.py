@@ -179,7 +179,8 @@ class LateSizes:
         return True
 
     def _replay(self, cached: CachedProgram, call: Call) -> Any:
-        core, kind = self._core, self.classes.of(self._core.cache.key_of(cached))
+        core = self._core
+        kind = self.classes.of(core.cache.key_of(cached)) if len(self.classes) else None
         if kind is None:
             return self._step.replay(cached, call)
         program = cached.program

@@ -31,6 +31,7 @@ from functionalize.program.early_guard import EarlyGuard
 from functionalize.program.program import Program
 from functionalize.state.python_effects import PythonEffect
 from functionalize.state.sources import Gradient, Slot
+from functionalize.step.policy import Policy
 from functionalize.step.vote import Fingerprints
 from functionalize.util.reading import is_a
 from functionalize.util.structure import odd_keys
@@ -149,24 +150,26 @@ Found = tuple[CachedProgram, Call]
 
 def key_of(leaves: Sequence[Any], spec: Any) -> Hashable:
     """The key of a call in the cache; calls with different keys cannot share a program."""
-    return (spec, odd_keys(spec), *[_key_of_leaf(leaf) for leaf in leaves])
+    found: list[Hashable] = [spec, odd_keys(spec)]
+    for leaf in leaves:
+        if type(leaf) is Tensor and not leaf.requires_grad and not leaf.is_nested:
+            found.append((leaf.shape, leaf.dtype, leaf.device, False))
+        elif is_a(leaf, Tensor):
+            found.append(_key_of_tensor(leaf))
+        elif is_a(leaf, (float, complex)):
+            found.append(repr(leaf))
+        else:
+            found.append(("number", leaf) if is_a(leaf, NUMBERS) else ("object", type(leaf)))
+    return tuple(found)
 
 
-def _kind_of(leaf: Tensor) -> tuple[type, ...]:
-    kind = type(leaf)
-    return () if kind is Tensor else (kind,)
-
-
-def _key_of_leaf(leaf: Any) -> Hashable:
-    if is_a(leaf, Tensor):
-        try:
-            # A subclass has a `__torch_function__` of its own, and code may ask for the type.
-            return leaf.shape, leaf.dtype, leaf.device, _differentiated(leaf), *_kind_of(leaf)
-        except RuntimeError:  # a nested tensor, which is refused when the call is recorded
-            return "nested", leaf.dtype
-    if is_a(leaf, (float, complex)):
-        return repr(leaf)
-    return ("number", leaf) if is_a(leaf, NUMBERS) else ("object", type(leaf))
+def _key_of_tensor(leaf: Tensor) -> Hashable:
+    # A subclass has a `__torch_function__` of its own, and code may ask for the type.
+    kind = () if type(leaf) is Tensor else (type(leaf),)
+    try:
+        return leaf.shape, leaf.dtype, leaf.device, _differentiated(leaf), *kind
+    except RuntimeError:  # a nested tensor, which is refused when the call is recorded
+        return "nested", leaf.dtype
 
 
 def _differentiated(leaf: Tensor) -> bool | str:
@@ -196,7 +199,7 @@ class ProgramCache:
     ) -> None:
         self._name, self._limit, self._most_bytes = name, limit, most_bytes
         self._evicted, self._rest_length = evicted, rest_length
-        self._by_key: dict[Hashable, list[CachedProgram]] = {}
+        self.by_key: dict[Hashable, list[CachedProgram]] = {}  # the last used first
         self._used: OrderedDict[CachedProgram, Hashable] = OrderedDict()  # the last used at the end
         self._misses: Counter[str] = Counter()
         self._example: dict[str, str] = {}
@@ -242,11 +245,11 @@ class ProgramCache:
 
     def has(self, key: Hashable) -> bool:
         """Whether there is a program with this key."""
-        return key in self._by_key
+        return key in self.by_key
 
     def at(self, key: Hashable) -> Sequence[CachedProgram]:
         """The programs with this key."""
-        return self._by_key.get(key, ())
+        return self.by_key.get(key, ())
 
     def calls_before_passes(self, key: Hashable, program: Program) -> int:
         """How many calls must find a new program before its passes run.
@@ -267,14 +270,22 @@ class ProgramCache:
         `reason`: why there is none, the first failed guard; `miss`: that guard, if a program has failed.
         `looked_slowly`: whether all guards of one were asked, which takes as long as a small step.
         """
-        self.begin_call()
+        self.reason, self.miss, self.looked_slowly = "", None, False  # `begin_call`
         self._other_state.clear()
         self._held.clear()
-        self._left, self._unknown, self._is_quick = list(self._by_key.get(key, ())), [], True
-        return self.further(leaves, spec)
+        programs = self.by_key.get(key, [])
+        self._unknown, self._is_quick = [], True
+        # Most often the last used one is replayed again.
+        found = programs[0].program.known(leaves) if programs else None
+        if isinstance(found, Call):
+            self._left = programs[1:]
+            self._held.add(programs[0])
+            return programs[0], found
+        self._left = list(programs)
+        return self.further(leaves, spec, found)
 
-    def further(self, leaves: Sequence[Any], spec: Any) -> Found | None:
-        """The next program whose guards hold.
+    def further(self, leaves: Sequence[Any], spec: Any, asked: str | None = "") -> Found | None:
+        """The next program whose guards hold. asked: what the first one has said; empty: it was not asked.
 
         First those are asked of which the last calls have shown what to look at: another program's full check takes
         longer.
@@ -285,7 +296,9 @@ class ProgramCache:
                 if cached in self._other_state:  # ruled out meanwhile
                     continue
                 found: Call | str | None
-                if self._is_quick:
+                if asked != "":
+                    found, asked = asked, ""
+                elif self._is_quick:
                     found = cached.program.known(leaves)
                 else:
                     found = cached.program.resolve_anew(leaves)
@@ -348,17 +361,29 @@ class ProgramCache:
         self._misses[kind] += 1
         self._example[kind] = reason
 
+    def replayed(self, cached: CachedProgram, policy: Policy) -> None:
+        """A program was replayed: it counts it, and `policy` sees it when it is asked next."""
+        cached.replays += 1
+        key = self._used[cached]
+        self._used.move_to_end(cached)
+        bucket = self.by_key[key]
+        if bucket[0] is not cached:
+            bucket.remove(cached)
+            bucket.insert(0, cached)
+        policy.replays += 1
+        policy.replayed_kinds.add(key)
+
     def used(self, cached: CachedProgram) -> None:
         """Record that a program was replayed, or audited."""
         self._used.move_to_end(cached)
-        bucket = self._by_key[self._used[cached]]
+        bucket = self.by_key[self._used[cached]]
         if bucket[0] is not cached:
             bucket.remove(cached)
             bucket.insert(0, cached)
 
     def add(self, key: Hashable, cached: CachedProgram) -> None:
         """Add a program. It replaces one for the same numbers and state; at the limit, the least recently used."""
-        for old in list(self._by_key.get(key, ())):
+        for old in list(self.by_key.get(key, ())):
             is_like = _numbers(old) == _numbers(cached)
             has_numbers = bool(cached.program.value_guards) and old not in self._other_state
             if (is_like and (has_numbers or old in self._held)) or old.prediction is not None:
@@ -372,7 +397,7 @@ class ProgramCache:
             self._unused_in_a_row = self._unused_in_a_row + 1 if unused else 0
             if self.thrashing or (first and self._unused_in_a_row):
                 self._warn()
-        self._by_key.setdefault(key, []).insert(0, cached)
+        self.by_key.setdefault(key, []).insert(0, cached)
         self._used[cached] = key
 
     def _is_full(self, new: CachedProgram) -> bool:
@@ -385,10 +410,10 @@ class ProgramCache:
         key = self._used.pop(cached, None)
         if key is None:
             return
-        bucket = self._by_key[key]
+        bucket = self.by_key[key]
         bucket.remove(cached)
         if not bucket:
-            del self._by_key[key]
+            del self.by_key[key]
 
     def _warn(self) -> None:
         kind, times = self._misses.most_common(1)[0]

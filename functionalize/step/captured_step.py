@@ -28,7 +28,6 @@ import logging
 import math
 import os
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -104,7 +103,6 @@ from functionalize.step.stages import (
 )
 from functionalize.step.stats import ProgramCounts
 from functionalize.step.step_file import SavedStep, load_step, save_step
-from functionalize.step.turns import IMPATIENCE, MOST_DISTURBED, PATIENCE, TURNS
 from functionalize.step.vote import CHOSE, DIFFER, RARE, Level, RankVote, VoteAfterGraph
 from functionalize.templates.call_keys import open_key
 from functionalize.util.gc_pause import only_young_collections
@@ -112,6 +110,7 @@ from functionalize.util.other_threads import reading_thread
 from functionalize.util.own_values import own_values
 from functionalize.util.process_groups import has_ranks
 from functionalize.util.text import counted, without_numbers
+from functionalize.util.turns import IMPATIENCE, MOST_DISTURBED, PATIENCE, TURNS
 from functionalize.util.user_warning import warn_uncapturable
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.unread import ReadArguments, looks_at_frames
@@ -357,15 +356,18 @@ class CapturedStep:
         """
         grad_mode, core = torch.is_grad_enabled(), self.core
         try:
-            core.policy.ledger.call()
-            if self.is_busy:
+            core.policy.calls += 1
+            if is_transformed() or (current_modes() and self.is_busy):
                 return self._run_eagerly(args, kwargs)
             if self._hooks.began is not None and self._hooks.began():
                 return self._run_eagerly(args, kwargs)
-            if self._rests() or (EVERY_CALL in core.refused and not core.options.raises):
+            if core.policy.may_rest and self._rests():
                 return self._run_eagerly(args, kwargs)
-            turn = self._take_turn()
+            if EVERY_CALL in core.refused and not core.options.raises:
+                return self._run_eagerly(args, kwargs)
+            turn = TURNS.take(self._turn_patience)
             if turn is None:
+                self._note_impatience()
                 return self._run_eagerly(args, kwargs)
             with turn:
                 return self._run_in_turn(args, kwargs)
@@ -377,14 +379,15 @@ class CapturedStep:
 
     def _run_in_turn(self, args: Any, kwargs: Any) -> Any:
         core, hooks = self.core, self._hooks
-        flat, spec = self.flattened(args, kwargs)
+        flat, spec = arguments.flatten(*self._arguments.of(args, kwargs))
         leaves = flat if hooks.leaves is None else hooks.leaves(flat)
-        call = Invocation(args, kwargs, leaves, spec, self.key(leaves, spec))
-        core.cache.begin_call()
-        refused = core.refused.get(call.key) or core.refused.get(EVERY_CALL)
-        if refused is not None:
-            self._last_plan = LastPlan(call.key, Eager)
-            return self._run_refused(refused, args, kwargs)
+        key = key_of(leaves, spec) if hooks.state is None else self._key_with_state(leaves, spec)
+        call = Invocation(args, kwargs, leaves, spec, core.sizes.of(key, leaves))
+        if core.refused:
+            refused = core.refused.get(call.key) or core.refused.get(EVERY_CALL)
+            if refused is not None:
+                self._last_plan = LastPlan(call.key, Eager)
+                return self._run_refused(refused, args, kwargs)
         plan = self._plan(call)
         if core.vote is not None:
             plan = self._agreed(plan, call)
@@ -398,19 +401,21 @@ class CapturedStep:
 
     def key(self, leaves: Sequence[Any], spec: Any) -> Hashable:
         """The key of a call in the cache."""
+        return self.core.sizes.of(self._key_with_state(leaves, spec), leaves)
+
+    def _key_with_state(self, leaves: Sequence[Any], spec: Any) -> Any:
         key: Any = key_of(leaves, spec)
-        if self._hooks.state is not None:
-            key = (*key, *self._hooks.state(leaves))
-        return self.core.sizes.of(key, leaves)
+        return key if self._hooks.state is None else (*key, *self._hooks.state(leaves))
 
     def _plan(self, call: Invocation) -> Plan:
         """What this rank would do by itself."""
         core, hooks = self.core, self._hooks
         if hooks.begin is not None:
             hooks.begin(call)
-        has_programs = core.cache.has(call.key)
+        has_programs = call.key in core.cache.by_key
         self._asks_classes = has_programs and core.vote is None and self.predictions is not None
         if core.vote is None and not has_programs:
+            core.cache.begin_call()
             eager = self._plan_without_programs(call)
             if eager is not None:
                 return eager
@@ -420,6 +425,11 @@ class CapturedStep:
                 return own
         found = core.cache.first(call.key, call.leaves, call.spec)
         if found is not None:
+            cached, audit = found[0], core.options.audit
+            is_plain = not cached.waits and cached.prediction is None and hooks.is_due is None
+            call_number = cached.replays + cached.audits + 1
+            if is_plain and (cached.op_stream is None or not audit.is_due(call_number)):
+                return Replay(*found)  # as `_plan_with` would find
             return self._plan_with(found)
         if core.vote is None:
             return self._plan_of_another_class(call)
@@ -521,6 +531,7 @@ class CapturedStep:
     def _rests(self) -> bool:
         """Whether the step rests, and asks no program: then a call costs nothing beyond eager."""
         core, rest = self.core, self.core.policy.rest
+        core.policy.may_rest = bool(rest.left)
         if rest.is_vain:
             core.cache.is_hurried = not rest.asks_none and rest.takes_call()
             return rest.asks_none and rest.takes_call()
@@ -651,13 +662,14 @@ class CapturedStep:
         result, left = cached.program.replay(call, vote)
         count = len(cached.slots)
         leave(call, cached.slots, left[:count], cached.effects)
-        if counts:
-            self.core.note_replay(cached)
+        if counts:  # as `note_replay` does
+            self.stats.replays += 1
+            self.core.cache.replayed(cached, self.core.policy)
         repeat(cached.python_effects, call, left[count:])
         if reads_late(cached.python_effects):
             result = filled(result, call)
         result = refuse_backward(result, cached.has_grad_fn)
-        if counts:
+        if counts and cached.is_bare:
             self.passes.after_replay(cached)
         return result
 
@@ -716,22 +728,17 @@ class CapturedStep:
         log.warning("a replay of %s failed, the call runs eagerly: %s", core.name, why)
         return Eager(f"a replay failed: {why}")
 
-    def _take_turn(self) -> AbstractContextManager[None] | None:
-        """The turn of this call among those of other threads; None: one of them waits inside its turn.
+    def _turn_patience(self) -> float:
+        """How long this call waits for its turn. Ranks must all do the same in this call, so among ranks it waits."""
+        return math.inf if self.core.vote is not None or has_ranks() else self._patience
 
-        Ranks must all do the same in this call, so among ranks it waits.
-        """
-
-        def patience() -> float:
-            return math.inf if self.core.vote is not None or has_ranks() else self._patience
-
-        turn = TURNS.take(patience)
-        if turn is None and self._patience == PATIENCE:
+    def _note_impatience(self) -> None:
+        """Another thread waits inside its turn: the call has gone without one."""
+        if self._patience == PATIENCE:
             self._patience = IMPATIENCE
             warn_uncapturable(
                 f"{self.core.name} runs eagerly where a captured step in another thread runs and waits inside"
             )
-        return turn
 
     def _is_read_elsewhere(self) -> bool:
         """Whether another thread may read the live numbers of a recording or an audit, so that there is none.

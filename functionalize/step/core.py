@@ -73,8 +73,7 @@ class StepCore:
     def _empty_cache(self) -> ProgramCache:
         most, nbytes = self.options.max_programs, self.options.max_program_bytes
         policy = self.policy
-        evicted, rest_length = policy.kinds.evicted, lambda: policy.rest.length
-        return ProgramCache(self.name, most, nbytes, evicted, rest_length)
+        return ProgramCache(self.name, most, nbytes, policy.evicted, lambda: policy.rest.length)
 
     def forget(self) -> None:
         """Drop every program, and what calls have cost and returned."""
@@ -131,11 +130,8 @@ class StepCore:
 
     def note_replay(self, cached: CachedProgram) -> None:
         """A program was replayed."""
-        cached.replays += 1
         self.stats.replays += 1
-        self.cache.used(cached)
-        self.policy.ledger.replayed()
-        self.policy.replayed(self.cache.key_of(cached))
+        self.cache.replayed(cached, self.policy)
 
     def refuse(self, key: Hashable, error: FunctionalizeError) -> None:
         """Calls with this key cannot be captured."""

@@ -64,6 +64,11 @@ class Ledger:
         self.is_bounded = is_bounded
         self.balance = _ALLOWANCE
 
+    @property
+    def is_full(self) -> bool:
+        """Whether no more can be saved."""
+        return self.balance >= _MOST_SAVED
+
     def call(self) -> None:
         """A call of the step begins."""
         self._add(_SHARE)
@@ -361,16 +366,73 @@ class Policy:
 
     record_after: calls of a kind, see `Kinds`; 1: every call that no program covers is recorded. is_bounded: whether
     the ledger refuses anything.
+    calls, replays, replayed_kinds: those that nothing was asked about yet. A replay only notes them here, and whatever
+    is asked next sees them first: a step that replays asks nothing.
     """
 
     def __init__(self, record_after: int, is_bounded: bool = True) -> None:
         self._records_all = record_after == 1
-        self.ledger = Ledger(is_bounded and not self._records_all)
-        self.kinds = Kinds(record_after)
-        self.questions = Questions()
-        self.rest = Rest()
+        self._ledger = Ledger(is_bounded and not self._records_all)
+        self._kinds = Kinds(record_after)
+        self._questions = Questions()
+        self._rest = Rest()
         # The question for which a call was left eager, if the user does not know.
         self.news: Miss | None = None
+        self.calls = self.replays = 0
+        self.replayed_kinds: set[Hashable] = set()
+        self.may_rest = False  # whether `rest` may take the next call
+
+    def _settle(self) -> None:
+        """Tell all parts what has happened, in the order in which it has."""
+        calls, replays, kinds = self.calls, self.replays, self.replayed_kinds
+        if not calls and not replays:
+            return
+        self.calls = self.replays = 0
+        for number in range(max(calls, replays)):
+            if self._ledger.is_full:
+                break
+            if number < calls:
+                self._ledger.call()
+            if number < replays:
+                self._ledger.replayed()
+        if replays:
+            self.replayed_kinds = set()
+            for key in kinds:
+                self._note_use(key)
+
+    def _note_use(self, key: Hashable) -> None:
+        self._kinds.replayed(key)
+        self._questions.replayed(key)
+        self._rest.is_of_use()
+
+    @property
+    def ledger(self) -> Ledger:
+        """What the step may cost."""
+        self._settle()
+        return self._ledger
+
+    @property
+    def kinds(self) -> Kinds:
+        """How often each kind of call came."""
+        self._settle()
+        return self._kinds
+
+    @property
+    def questions(self) -> Questions:
+        """Which answers of guards have come."""
+        self._settle()
+        return self._questions
+
+    @property
+    def rest(self) -> Rest:
+        """Whether the step rests. Whoever asks may let it rest."""
+        self._settle()
+        self.may_rest = True
+        return self._rest
+
+    def evicted(self, key: Hashable) -> bool:
+        """The program of this kind was dropped because another one needs its place; whether it waits for a replay."""
+        return self.kinds.evicted(key)
 
     @property
     def can_record(self) -> bool:
@@ -405,6 +467,5 @@ class Policy:
 
     def replayed(self, key: Hashable) -> None:
         """A program of this kind was replayed or audited."""
-        self.kinds.replayed(key)
-        self.questions.replayed(key)
-        self.rest.is_of_use()
+        self._settle()
+        self._note_use(key)

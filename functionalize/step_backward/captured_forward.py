@@ -63,7 +63,6 @@ from functionalize.step.outcome import Built
 from functionalize.step.recording import StepRecording
 from functionalize.step.stages import Invocation, RecordedRun
 from functionalize.step.stats import ProgramCounts
-from functionalize.step.turns import TURNS
 from functionalize.step.vote import RankVote
 from functionalize.step_backward.audited_forward import AuditedForward
 from functionalize.step_backward.backward_of import ReplayedForward
@@ -79,6 +78,7 @@ from functionalize.step_backward.predicted_forward import EntryStates, ForwardPr
 from functionalize.step_backward.recorded_forward import RecordedForward, note_hooks_inside
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.process_groups import has_ranks
+from functionalize.util.turns import TURNS
 from functionalize.util.user_warning import warn_uncapturable
 
 log = logging.getLogger("functionalize")

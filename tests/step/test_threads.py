@@ -20,7 +20,7 @@ from torch import nn
 import functionalize as fz
 from functionalize.scalars.live_scalars import as_live
 from functionalize.scalars.scalar_log import ScalarLog
-from functionalize.step import turns
+from functionalize.util import turns
 
 BATCHES = [torch.randn(4, 6, generator=torch.Generator().manual_seed(i)) for i in range(24)]
 
