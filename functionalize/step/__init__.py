@@ -1,1 +1,1 @@
-"""`CapturedStep`: replay, or record, judge, build, agree; the programs that it keeps."""
+"""`CapturedStep`: call, plan, agree, act; the programs that it keeps."""

@@ -8,8 +8,12 @@
         @functionalize.capture
         def step(self, batch): ...       every trainer has a captured step of its own: `trainer.step.stats`
 
-    call -> replay a cached program whose guards hold
-         -> else record -> judge -> build -> agree, then keep the outcome on which all ranks agreed (`stages.py`)
+    call -> plan      what this rank would do: `Replay`, `Audit`, `Compare`, `Record`, `Eager` (`plan.py`)
+         -> agree     the worst plan of all ranks that vote
+         -> act       replay; or run for real, compare, record; after a failed guard on a number, the next plan
+
+A recording is judged, built and agreed on, then the outcome is kept on which all ranks agreed (`stages.py`). What not
+every step has is in parts that share its `StepCore`: `audits`, `passes`, `predictions`, and the hooks of its kind.
 
 Which recording is kept: see Note [Steady state] in `recording.py`. Several programs live side by side, see
 `cache.py`; when ranks must agree on replay or capture, see `vote.py`.
