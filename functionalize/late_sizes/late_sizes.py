@@ -144,6 +144,7 @@ class LateSizes:
     def _plan(self, call: Invocation) -> Record | Eager | None:
         if self._turn in (None, Turn.REPLAY):
             return None
+        self._core.cache.begin_call()  # no program is asked
         if self._turn is Turn.REST or not self._core.may_record(call.key):
             return Eager(RARE, is_rare=True)
         return Record(_DUE)

@@ -90,7 +90,17 @@ from functionalize.step.outcome import (
     WarmUp,
 )
 from functionalize.step.pass_schedule import PassSchedule
-from functionalize.step.plan import Audit, Compare, Covered, Eager, LastPlan, Plan, Record, Replay
+from functionalize.step.plan import (
+    WAITS,
+    Audit,
+    Compare,
+    Covered,
+    Eager,
+    LastPlan,
+    Plan,
+    Record,
+    Replay,
+)
 from functionalize.step.policy import BUILDING, LOST_GRAPH, RECORDING
 from functionalize.step.predictions import Predictions
 from functionalize.step.recording import RecordingSummary, StepRecording
@@ -120,9 +130,7 @@ from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.unread import ReadArguments, looks_at_frames
 
 log = logging.getLogger("functionalize")
-WAITS = "the program of this kind of call waits for its passes"
 _WAITS_FIRST = "the next recording of this kind of call waits"
-_ALONE = "a captured step in another thread runs and waits inside"
 _DISTURBED = "steps of other threads have run in its recordings"
 _READ = "another thread may read the numbers of a recording"
 _VAIN = "{}; recordings of calls that differ there were of no use: what has come there before is recorded"
@@ -162,6 +170,9 @@ class CapturedStep:
         self._has_warned_of_thread = False
         # Of a call whose ranks vote: whether they also vote after the graph; whether it replays a second program.
         self._votes_again = self._tries_once = False
+        self._asks_classes = (
+            False  # whether a class of recordings may predict a call that its programs miss
+        )
 
     def _new_predictions(self) -> Predictions | None:
         lengths = self.core.options.lengths()
@@ -351,7 +362,7 @@ class CapturedStep:
         core.varying |= saved.hyperparameters
         core.vote = saved.vote | core.vote if saved.vote is not None else core.vote
 
-    # -- call: plan, agree, act ------------------------------------------------------------------
+    # -- call ------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step: a replay if all guards of a program hold, else a real run that is recorded.
@@ -410,6 +421,8 @@ class CapturedStep:
     def _key_with_state(self, leaves: Sequence[Any], spec: Any) -> Any:
         key: Any = key_of(leaves, spec)
         return key if self._hooks.state is None else (*key, *self._hooks.state(leaves))
+
+    # -- plan ------------------------------------------------------------------------------------
 
     def _plan(self, call: Invocation) -> Plan:
         """What this rank would do by itself."""
@@ -503,10 +516,13 @@ class CapturedStep:
         why = str(why)  # without the question of a `Miss`
         if why != RESTS:
             self.core.note_miss(why)
-        if self.core.vote is None and (why_not := self._why_not_recorded(call.key, why)):
+        why_not = self._why_not_recorded(call.key, why) if self.core.vote is None else None
+        if why_not is not None:
             return Eager(why_not)
-        if self._hooks.why_not is not None and (why_not := self._hooks.why_not(call)):
-            return Eager(why_not)
+        if self._hooks.why_not is not None:
+            why_not = self._hooks.why_not(call)
+            if why_not is not None:
+                return Eager(why_not)
         if self._disturbed >= MOST_DISTURBED:
             TURNS.end_innermost()
             return Eager(_DISTURBED)
@@ -542,7 +558,7 @@ class CapturedStep:
         core.cache.is_hurried = False
         return not len(core.cache) and core.vote is None and rest.takes_call()
 
-    # -- agree
+    # -- agree -----------------------------------------------------------------------------------
 
     def _agreed(self, plan: Plan, call: Invocation) -> Plan:
         """The plan of this rank after the vote of all ranks: the worst plan of any of them."""
@@ -589,9 +605,8 @@ class CapturedStep:
     def _next_plan(self, plan: Covered, call: Invocation) -> Plan:
         """The plan after a guard on numbers of a program has failed, when its graph had run."""
         core = self.core
-        if (
-            core.vote is not None
-        ):  # the graph has issued its collectives: all ranks try another program, or none does
+        if core.vote is not None:
+            # The graph has issued its collectives: all ranks try another program, or none does.
             return self._other_on_all_ranks(plan, call)
         found = core.cache.further(call.leaves, call.spec)
         if found is not None:
@@ -629,7 +644,7 @@ class CapturedStep:
             return Eager(cache.reason)
         return self._plan_recording(call, cache.reason)
 
-    # -- act
+    # -- act -------------------------------------------------------------------------------------
 
     def _act(self, plan: Plan, call: Invocation) -> Any:
         """Carry out a plan; if a guard on numbers fails, the next one."""
@@ -699,9 +714,8 @@ class CapturedStep:
         """The call that is compared with a program; its graph may run beside it."""
         cached, group = plan.cached, plan.cached.group
         runs_graph = self.core.vote is None and (group is None or group.compares_results)
-        with (
-            only_young_collections()
-        ):  # it makes as many objects as a recording, which are garbage at its end
+        # It makes as many objects as a recording, which are garbage at its end.
+        with only_young_collections():
             return AuditedCall.of(cached.signature, cached.program, plan.call, runs_graph)
 
     def _run_audited(self, plan: Audit | Compare, audited: AuditedCall, call: Invocation) -> Any:

@@ -126,7 +126,9 @@ class StepCore:
         """A guard did not hold, so that a call is recorded or runs eagerly."""
         if len(self.cache):
             log.info("recording %s again: %s", self.name, reason)
-            self.stats.missed(str(reason))  # a `Miss` is a text with a question, which no process can unpickle
+            self.stats.missed(
+                str(reason)
+            )  # a `Miss` is a text with a question, which no process can unpickle
 
     def note_replay(self, cached: CachedProgram) -> None:
         """A program was replayed."""
