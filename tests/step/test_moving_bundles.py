@@ -299,7 +299,7 @@ def test_list_that_something_else_holds_is_refused(change: Any) -> None:
     """A replay would leave another list there: what holds the first one would not see it change."""
     (expected, _), (found, step) = _runs(change, lambda s: s), _runs(change, fz.capture)
     assert len(expected) == len(found) and all(map(_equal, expected, found))
-    (error,) = step._refused.values()
+    (error,) = step.core.refused.values()
     assert re.search(REFUSED[change], str(error)), str(error)
 
 
