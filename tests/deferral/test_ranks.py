@@ -162,7 +162,7 @@ def by_calls_and_eager(steps: int) -> tuple[list[str], list[Any], int, int, str]
         mine = trained(lazy, 1 + dist.get_rank(), steps, lazy)
     wrong = [name for name in Run._fields if getattr(mine, name) != getattr(eager, name)]
     module, optimizer = lazy._calls
-    joint = optimizer._joint(module._captured)[0].stats
+    joint = optimizer._joint(module._forward)[0].step.stats
     made = joint.captures + module._captured.stats.captures + optimizer._alone.stats.captures
     return wrong, sorted(lazy._mode.looked.items()), joint.replays, made, lazy.explain()
 
