@@ -60,7 +60,6 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.memory_truth
 	$(BIN)/python -m benchmarks.memory_overhead
 	$(BIN)/python -m benchmarks.audit
-	$(BIN)/python -m benchmarks.scratch
 	$(BIN)/python -m benchmarks.plan
 	$(BIN)/python -m benchmarks.trace_backward
 

@@ -14,8 +14,7 @@ tensors shortly after it completes, sometimes after Python released them: so the
 of five, and the recording that of three.
 
     peak        the most bytes of the truth beyond those that were live when the step began
-    eager       difference of the timeline's peak from it, without scratch; `scratch`: with the table of ATen's scratch,
-                as in `step.memory`. The rest is what oneDNN allocates: see docs/plan.md
+    eager       difference of the timeline's peak from it: what kernels allocate inside themselves, see docs/plan.md
     anywhere    the two sequences of signed bytes, aligned as a diff does it: the greatest difference between the
                 running totals after any event that both have
     extra       events of the timeline that the allocator does not have
@@ -55,7 +54,6 @@ from benchmarks.allocations import allocations, count_everything, counted
 from benchmarks.machine import machine
 from benchmarks.models import Recurrent, ResNet, UNet
 from functionalize.lifetimes.lifetimes import Lifetimes
-from functionalize.planning.scratch.scratch import scratch_bytes, unseen_outputs
 from functionalize.planning.timeline.timeline import BEFORE, Timeline
 
 VOCABULARY = 257
@@ -299,12 +297,10 @@ def measure(case: Case) -> dict[str, Any]:
     timeline = lifetimes.timeline()
     ours = events_of(timeline)
     greatest, extra = aligned(truth.events, ours)
-    whole = max(_totals(events_of(lifetimes.timeline(scratch_bytes))))
     return {
         "peak": truth.peak,
         "gloo": max(_totals(truth.gloo)),
         "eager": max(_totals(ours)) - truth.peak,
-        "scratch": whole - truth.peak,
         "anywhere": greatest,
         "extra": extra,
         "inside": inside(truth.events, ours),
@@ -320,7 +316,7 @@ def _less(value: int | None, by: int) -> int | None:
 def measure_fake(case: Case) -> dict[str, Any]:
     """The same case on fake tensors, in worlds of two."""
     with fz.world(size=2, target="cpu"):
-        timeline = lifetimes_of(case).timeline(scratch_bytes, unseen_outputs)
+        timeline = lifetimes_of(case).timeline()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
@@ -379,7 +375,7 @@ def measured(names: list[str]) -> dict[str, dict[str, Any]]:
     return {name: results[name] for name in names}
 
 
-COLUMNS = ("peak", "gloo", "eager", "scratch", "anywhere", "extra", "inside", "tracker", "fake")
+COLUMNS = ("peak", "gloo", "eager", "anywhere", "extra", "inside", "tracker", "fake")
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:

@@ -11,7 +11,7 @@ from functionalize.planning.allocator.alloc_conf import Settings
 from functionalize.planning.allocator.allocator import fsdp2_streams
 from functionalize.planning.machines.constants import DeviceConstant
 from functionalize.planning.report.memory import Memory
-from functionalize.planning.scratch.scratch import scratch_bytes, unseen_outputs
+from functionalize.planning.scratch.scratch import scratch_bytes
 from functionalize.planning.scratch.unknown import uncounted
 from functionalize.planning.timeline.timeline import Timeline
 from functionalize.util.gc_pause import only_young_collections
@@ -45,6 +45,6 @@ class EagerMemory(Memory):
         """The memory of the step as eager ran it."""
         scratch = partial(scratch_bytes, device=self.lifetimes.target)
         with only_young_collections():  # the events made here live as long as the report
-            timeline = self.lifetimes.timeline(scratch, unseen_outputs)
+            timeline = self.lifetimes.timeline(scratch)
         unknown = uncounted((r.target for r in self.lifetimes.records), self.lifetimes.target)
         return replace(timeline, uncounted=unknown)

@@ -21,7 +21,7 @@ from typing import NamedTuple, overload
 
 from functionalize._compat.fakes import accelerators
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE
-from functionalize.ir.ops import Geometry, OpRecord, refs_in
+from functionalize.ir.ops import Geometry, OpRecord
 from functionalize.lifetimes.input_categories import Origin
 from functionalize.lifetimes.op_categories import OpCategories, phases_of
 from functionalize.planning.timeline.categories import PARAMETERS
@@ -97,25 +97,18 @@ class Lifetimes:
     def timeline(
         self,
         scratch: Bytes | None = None,
-        unseen: Bytes | None = None,
         device: str | None = None,
     ) -> Timeline:
         """The memory of the step as eager ran it, on a kind of device; None: on the one that it computes on.
 
         scratch: the bytes that an op allocates and frees inside its kernel.
-        unseen: the bytes of an op's last output that its fake kernel makes too small (0: none).
         """
         phases = phases_of(self.records, self.updates)
         payload = {serial: o.payload for serial, o in self.origins.items() if o.payload is not None}
         parameters = {s for s, o in self.origins.items() if o.category in PARAMETERS}
         categories = OpCategories(self.records, phases, self.gradients, payload, parameters)
-        builder = _TimelineBuilder(self, categories, scratch, self._unseen(unseen))
+        builder = _TimelineBuilder(self, categories, scratch)
         return builder.timeline(device or self.device)
-
-    def _unseen(self, unseen: Bytes | None) -> dict[int, int]:
-        """For each storage that a fake kernel makes too small: its bytes with the real kernel."""
-        found = ((r, unseen(r)) for r in self.records) if unseen is not None else ()
-        return {refs_in(record.outputs)[-1].storage: nbytes for record, nbytes in found if nbytes}
 
     def by_op(self) -> Iterator[tuple[int, list[SizeChange]]]:
         """For each op, the changes from its start to the start of the next.
@@ -153,10 +146,8 @@ class _TimelineBuilder:
         lifetimes: Lifetimes,
         categories: OpCategories,
         scratch: Bytes | None,
-        unseen: dict[int, int],
     ) -> None:
-        self._lifetimes, self._categories = lifetimes, categories
-        self._scratch, self._unseen = scratch, unseen
+        self._lifetimes, self._categories, self._scratch = lifetimes, categories, scratch
         self._events: list[Event] = []
         self._made: list[tuple[int, Allocation]] = []
         self._live: dict[int, Allocation] = {}
@@ -178,8 +169,7 @@ class _TimelineBuilder:
                 if i == at:
                     self._add_scratch(op, inside)
                 if counted[change.storage]:
-                    unseen = self._unseen.pop(change.storage, 0)  # at its allocation only
-                    self._change(op, change.storage, unseen or change.nbytes)
+                    self._change(op, change.storage, change.nbytes)
             if at == len(changes):
                 self._add_scratch(op, inside)
         for serial, allocation in self._made:

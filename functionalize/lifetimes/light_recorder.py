@@ -394,5 +394,4 @@ def _handling_of(func: Any) -> str:
         return _WRITES
     if func is ADD:
         return _ADDS
-    exact = op.communicates or (is_shaped(func) and torch.Tag.pointwise not in func.tags)
-    return _EXACT if exact else _PLAIN
+    return _EXACT if op.communicates or is_shaped(func) else _PLAIN

@@ -5,7 +5,8 @@
 Op                                          why there is no figure
 cuDNN attention, backward                   cuDNN chooses a plan, and its workspace, at run time
 convolutions                                cuDNN and MIOpen measure or guess an algorithm; oneDNN blocks its operands
-recurrent layers                            cuDNN's workspace and reserve space; oneDNN's packed weights
+recurrent layers                            cuDNN's workspace and reserve space; oneDNN's packed weights, and the
+                                            workspace of an LSTM, which is empty on fake tensors
 
 Source: `getMaxWorkspaceSize` of aten/src/ATen/native/cudnn/Conv_v7.cpp, `cudnnGetRNNTempSpaceSizes` in RNN.cpp,
 `mha_graph->get_workspace_size()` in MHA.cpp. That of oneDNN: `docs/plan.md`, what is not counted.
