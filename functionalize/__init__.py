@@ -1,16 +1,20 @@
 """Turn eager PyTorch training steps, FSDP2 ones above all, into one functional FX graph."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import functionalize.ctrl_c  # noqa: F401  # before torch is imported, which takes long
 from functionalize.util.gc_pause import only_young_collections
 
 with only_young_collections():  # a third of the time of the imports below, torch's own among them
-    from functionalize.calibration.calibrate import calibrate
-    from functionalize.deferral.lazy import lazy
     from functionalize.entry import capture
     from functionalize.errors import FunctionalizeError, UncapturableWarning
+    from functionalize.functions.transforms import trace
+    from functionalize.program.program import Program
+
+if TYPE_CHECKING:  # the types of the names that `__getattr__` finds
+    from functionalize.calibration.calibrate import calibrate
+    from functionalize.deferral.lazy import lazy
     from functionalize.fake_world.target import Target
     from functionalize.fake_world.world import world
     from functionalize.functions.aot import (
@@ -18,9 +22,7 @@ with only_young_collections():  # a third of the time of the imports below, torc
         functionalize_storage,
         resize_storage_bytes_,
     )
-    from functionalize.functions.transforms import trace
     from functionalize.lifetimes.record_memory import record_memory
-    from functionalize.program.program import Program
     from functionalize.step.step_file import load
     from functionalize.step_backward.captured_backward import capture_backward
     from functionalize.step_backward.trace_backward import trace_backward
@@ -48,8 +50,34 @@ __all__ = [
     "world",
 ]
 
+# Imported when they are first used: the module of each name. The planner is the half of this package.
+_MODULES = {
+    "Target": "fake_world.target",
+    "aot_function": "functions.aot",
+    "calibrate": "calibration.calibrate",
+    "capture_backward": "step_backward.captured_backward",
+    "functionalize_storage": "functions.aot",
+    "lazy": "deferral.lazy",
+    "load": "step.step_file",
+    "plan": "sweep.plan",
+    "record_memory": "lifetimes.record_memory",
+    "resize_storage_bytes_": "functions.aot",
+    "trace_backward": "step_backward.trace_backward",
+    "tune": "tuning.tune",
+    "world": "fake_world.world",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "integrations":  # imported when it is first used
+    if name == "integrations":
         return importlib.import_module("functionalize.integrations")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with only_young_collections():
+        found = getattr(importlib.import_module(f"functionalize.{_MODULES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "integrations"})

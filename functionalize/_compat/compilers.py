@@ -10,12 +10,18 @@ from typing import Any
 import torch
 from torch import fx
 
+from functionalize._compat.dispatch import disable_current_modes
 from functionalize._compat.fakes import FakeTensorMode
 
 
 def load_dynamo() -> None:
-    """Import Dynamo, which every optimizer and checkpoint imports at its first use."""
-    importlib.import_module("torch._dynamo")
+    """Import Dynamo, which every optimizer and checkpoint imports at its first use; it takes a second.
+
+    No mode sees what its modules compute when they are imported.
+    """
+    if "torch._dynamo" not in sys.modules:
+        with disable_current_modes():
+            importlib.import_module("torch._dynamo")
 
 
 def uncompiled(active: Callable[[], bool]) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:

@@ -16,8 +16,9 @@ from torch._higher_order_ops.auto_functionalize import (  # custom ops that only
 from torch._library.simple_registry import (  # the first Python function of every dispatch to a mode
     find_torch_dispatch_rule,
 )
-from torch._ops import (  # `torch.cond` and its like, which a mode on a stack of modes refuses
+from torch._ops import (  # the type of ops; `torch.cond` and its like, which a mode on a stack of modes refuses
     HigherOrderOperator,
+    OpOverload,
 )
 from torch.autograd import profiler
 from torch.overrides import _pop_mode_temporarily as _without_function_mode  # torch 2.0 to 2.15
@@ -36,6 +37,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack as _count_mod
 
 __all__ = [
     "HigherOrderOperator",
+    "OpOverload",
     "TorchDispatchMode",
     "auto_functionalized",
     "can_auto_functionalize",
@@ -95,8 +97,9 @@ def has_kernel(name: str, key: str) -> bool:
 
 
 def load_resize_op() -> None:
-    """Register `inductor::resize_storage_bytes_`."""
-    importlib.import_module("torch._inductor.inductor_prims")
+    """Register `inductor::resize_storage_bytes_`, unless torch has it in C++, as 2.13 and 2.15 do. Inductor is slow."""
+    if not hasattr(torch.ops.inductor, "resize_storage_bytes_"):
+        importlib.import_module("torch._inductor.inductor_prims")
 
 
 no_dispatch: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch

@@ -23,7 +23,7 @@ from functionalize._compat.references import address
 from functionalize.discharge.layout import UNKNOWN, result_geometries
 from functionalize.discharge.loops import operands_of
 from functionalize.discharge.resize import checked_nbytes, resize
-from functionalize.discharge.rules import RULES
+from functionalize.discharge.rules import rule_of
 from functionalize.discharge.rules.custom import needs_wrapper, wrapped
 from functionalize.discharge.rules.lists import OF_REFS, one_by_one
 from functionalize.discharge.rules.mutations import (
@@ -142,7 +142,7 @@ class Functionalizer:
     def _handler(self, target: Any) -> Callable[[Functionalizer, OpRecord], Any]:
         """Handler of an op, cached per overload; whether it aliases an input is decided per record."""
         by_schema = Functionalizer.mutated if is_mutating(target) else Functionalizer._view_or_pure
-        handler = RULES.get(target, by_schema)
+        handler = rule_of(target) or by_schema
         self._handlers[address(target)] = handler, target
         return handler
 

@@ -42,7 +42,7 @@ from functionalize._compat.graphs import proxy_mode, pytree
 from functionalize._compat.stacks import CapturedTraceback
 from functionalize.discharge.emitters import TensorEmitter
 from functionalize.discharge.functionalizer import Functionalizer
-from functionalize.discharge.rules import RULES
+from functionalize.discharge.rules import rule_of
 from functionalize.discharge.rules.lists import one_by_one
 from functionalize.discharge.rules.mutations import is_mutating
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE, is_inplace_view
@@ -231,7 +231,7 @@ class Substitution(TorchDispatchMode):
         func = record.target
         if is_inplace_view(func):
             return self._move(func, args, kwargs)
-        if func in RULES or is_mutating(func):
+        if rule_of(func) is not None or is_mutating(func):
             return self._step(record, args, kwargs)
         if is_data_free(func):
             return self._view(record, args, kwargs)

@@ -34,7 +34,6 @@ _PLAIN: tuple[Any, ...] = (
     *(types.SimpleNamespace, collections.UserDict),
     *(torch.Tensor, nn.Parameter, torch.Size, torch.dtype, torch.device, torch.layout),
     *(torch.memory_format, torch.SymInt, torch.SymFloat, torch.SymBool),
-    *dtensor_type(),
     NODE,
 )
 # Of torch's functions that return several tensors.
@@ -51,7 +50,7 @@ class Types:
 
     def __init__(self, more: Iterable[type] = ()) -> None:
         self._known: dict[str, Any] = {type_name(kind): kind for kind in more}
-        self._known |= {type_name(kind): kind for kind in (*_PLAIN, *_RESULTS)}
+        self._known |= {type_name(kind): kind for kind in (*_PLAIN, *dtensor_type(), *_RESULTS)}
 
     def of(self, name: Any) -> Any:
         """The type of that name; raises `LoadError`."""
@@ -88,7 +87,7 @@ class Types:
             fits = structure.is_shape(context, children)
         elif kind in _RESULTS:
             fits = getattr(kind, "n_sequence_fields", -1) == children
-        elif kind in _PLAIN:
+        elif kind in (*_PLAIN, *dtensor_type()):
             fits = False
         else:
             fits = True  # the user's own, by the functions that the user has registered

@@ -14,6 +14,6 @@ from functionalize.discharge.rules import (  # noqa: F401  (importing registers)
     random,
     resizes,
 )
-from functionalize.discharge.rules.registry import RULES, rule
+from functionalize.discharge.rules.registry import RULES, rule, rule_of
 
-__all__ = ["RULES", "rule"]
+__all__ = ["RULES", "rule", "rule_of"]

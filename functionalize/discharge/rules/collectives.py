@@ -26,7 +26,7 @@ from torch import fx
 
 from functionalize._compat.dispatch import all_op_names
 from functionalize._compat.fsdp import load_fsdp_ops
-from functionalize.discharge.rules.registry import RULES, Engine, rule
+from functionalize.discharge.rules.registry import BY_NAME, Engine, rule_of
 from functionalize.errors import UnsupportedOpError
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.ops import OpRecord, TensorRef, contiguous_geometry
@@ -317,7 +317,7 @@ _NAN_CHECK = (
 def refusal_of_collective(target: Any) -> str | None:
     """Why a collective cannot be captured; None for those that can, and for ops of other namespaces."""
     namespace, name = target._schema.name.split("::")
-    if namespace not in _NAMESPACES or target in RULES:
+    if namespace not in _NAMESPACES or rule_of(target) is not None:
         return None
     if namespace == "_c10d_functional" and name in _PURE:
         return None
@@ -341,6 +341,7 @@ def check_known_collective(target: Any) -> None:
 
 def unlisted_ops() -> Iterator[str]:
     """Ops of the installed torch that communicate, and have neither a rule nor a refusal with a reason of its own."""
+    load_fsdp_ops()
     for full in all_op_names():
         namespace, _, rest = full.partition("::")
         if namespace not in _NAMESPACES:
@@ -359,7 +360,8 @@ def point_to_point(engine: Engine, record: OpRecord) -> Any:
     )
 
 
-_BY_NAME: dict[str, Callable[[Engine, OpRecord], Any]] = {
+# By name: FSDP2's ops exist once it is imported, which takes long, and the others in builds with distributed.
+BY_NAME |= {
     "_c10d_functional::wait_tensor": wait_tensor,
     "_c10d_functional::wait_tensors": wait_tensors,
     "_c10d_functional::all_gather_into_tensor_out": collective_into_out,
@@ -380,16 +382,3 @@ _BY_NAME: dict[str, Callable[[Engine, OpRecord], Any]] = {
     "fsdp::record_grad_output_stream": record_grad_output_stream,
     "fsdp::split_with_sizes_copy": split_with_sizes_copy,
 }
-
-
-def _register() -> None:
-    """Register the rules whose ops exist in this build of torch."""
-    load_fsdp_ops()
-    for full, fn in _BY_NAME.items():
-        namespace, name = full.split("::")
-        packet = getattr(getattr(torch.ops, namespace), name, None)
-        if packet is not None:
-            rule(packet.default)(fn)
-
-
-_register()

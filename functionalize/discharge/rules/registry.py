@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from functionalize._compat.dispatch import OpOverload
 from functionalize.discharge.storage import FunctionalStorage
 from functionalize.discharge.values import Emitter, Value
 from functionalize.ir.ops import Geometry, OpRecord, TensorRef
@@ -125,6 +126,9 @@ class Engine(Protocol):
 
 Rule = Callable[[Engine, OpRecord], Any]
 RULES: dict[Any, Rule] = {}
+BY_NAME: dict[
+    str, Rule
+] = {}  # `namespace::name` of ops that not every build of torch has at the import of this package
 RuleT = TypeVar("RuleT", bound="Callable[..., Any]")
 
 
@@ -139,3 +143,11 @@ def rule(*targets: Any) -> Callable[[RuleT], RuleT]:
         return fn
 
     return register
+
+
+def rule_of(target: Any) -> Rule | None:
+    """The rule of an op; None if it has none."""
+    found = RULES.get(target)
+    if found is None and isinstance(target, OpOverload):
+        return BY_NAME.get(target.name())
+    return found

@@ -1,0 +1,95 @@
+"""The package: names that are found when they are first used, and what an import of it costs."""
+
+from __future__ import annotations
+
+import os
+import pydoc
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+import functionalize as fz
+
+ROOT = Path(__file__).parents[1]
+CPU_SECONDS = 0.35  # of `import functionalize` after `import torch`, with bytecode
+OF_TORCH = 0.4  # or, on a slow or busy machine, this part of what `import torch` needs
+SLOW = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy")
+
+
+def output(code: str) -> str:
+    """What a new process prints, which uses and writes bytecode."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
+    return subprocess.run(command, check=True, **options).stdout.strip()
+
+
+def test_an_import_is_cheap() -> None:
+    code = (
+        "from time import process_time as now; start = now(); import torch; middle = now(); "
+        "import functionalize; print(now() - middle, middle - start)"
+    )
+    found = []
+    for _ in range(6):  # the first may compile; other processes of the machine slow some down
+        took, of_torch = map(float, output(code).split())
+        if took <= max(CPU_SECONDS, OF_TORCH * of_torch):
+            return
+        found.append((took, of_torch))
+    raise AssertionError(f"CPU seconds of an import, and of torch's: {found}")
+
+
+def test_an_import_loads_nothing_of_torch_that_is_slow() -> None:
+    code = "import sys, torch; before = set(sys.modules); import functionalize; print(*set(sys.modules) - before)"
+    loaded = output(code).split()
+    assert not [name for name in loaded if name.startswith(SLOW)]
+
+
+def test_every_name_is_found() -> None:
+    for name in (*fz.__all__, "integrations"):
+        assert getattr(fz, name) is getattr(fz, name)
+        assert name in dir(fz)
+    assert fz.plan.__module__.startswith("functionalize.")
+
+
+def test_a_misspelt_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'functionalize' has no attribute 'capure'"):
+        getattr(fz, "capure")  # noqa: B009
+    with pytest.raises(ImportError, match="capure"):
+        exec("from functionalize import capure")
+
+
+def test_help_describes_names_that_were_not_used() -> None:
+    assert "plan(build" in pydoc.plain(pydoc.render_doc(fz))
+
+
+def test_no_module_shadows_a_name() -> None:
+    """The import of `functionalize.x` sets the attribute `x` of the package, whatever it was."""
+    modules = {path.stem for path in (ROOT / "functionalize").iterdir()}
+    assert not modules & set(fz.__all__)
+    code = (
+        "import functionalize as fz; plan, lazy = fz.plan, fz.lazy; "
+        "import functionalize.deferral.lazy, functionalize.sweep.plan; "
+        "print(fz.plan is plan, fz.lazy is lazy, callable(plan), callable(lazy))"
+    )
+    assert output(code) == "True True True True"
+
+
+@pytest.mark.parametrize("name", ["functionalize", "functionalize_inductor"])
+def test_entry_points_declare_the_backends(name: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, attribute = project["entry-points"]["torch_dynamo_backends"][name].partition(":")
+    assert callable(getattr(import_module(module), attribute))
+
+
+@pytest.mark.skipif(
+    "functionalize" not in entry_points(group="torch_dynamo_backends").names,
+    reason="this package is not installed",
+)
+def test_torch_finds_the_backends_without_an_import() -> None:
+    code = "import torch; print(torch.compile(lambda x: x + 1, backend='functionalize')(torch.ones(2)))"
+    assert output(code) == "tensor([2., 2.])"
