@@ -11,6 +11,7 @@ with only_young_collections():  # a third of the time of the imports below, torc
     from functionalize.errors import FunctionalizeError, UncapturableWarning
     from functionalize.functions.transforms import trace
     from functionalize.program.program import Program
+    from functionalize.state.memory_reports import MemoryReports, provide_memory_reports
 
 if TYPE_CHECKING:  # the types of the names that `__getattr__` finds
     from functionalize.calibration.calibrate import calibrate
@@ -66,6 +67,16 @@ _MODULES = {
     "tune": "tuning.tune",
     "world": "fake_world.world",
 }
+
+
+def _memory_reports() -> MemoryReports:
+    """The planner's part in `capture(memory=True)`."""
+    from functionalize.lifetimes.step_memory import REPORTS
+
+    return REPORTS
+
+
+provide_memory_reports(_memory_reports)
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 from functionalize.audit.schedule import AuditOption
 from functionalize.late_sizes.late_sizes import LateSizes, takes_late_sizes
+from functionalize.state.memory_reports import memory_reports
 from functionalize.step.captured_step import CapturedStep
 from functionalize.step.options import (
     MAX_PROGRAM_BYTES,
@@ -79,6 +80,8 @@ def capture(
         dynamic,
         backward,
     )
+    if memory:
+        memory_reports()  # imports the planner before the first call
     if train_step is None:
         return functools.partial(
             capture,

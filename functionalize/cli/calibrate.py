@@ -14,7 +14,7 @@ from functionalize.cli.console import Out, plain, run, table
 from functionalize.cli.scripts import as_usage, check_files
 from functionalize.errors import PlanError, UsageError
 from functionalize.planning.machines.machine import Machine
-from functionalize.planning.report.display import human_bytes, human_seconds
+from functionalize.util.text import human_bytes, human_seconds
 
 
 def command(

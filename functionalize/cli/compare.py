@@ -19,9 +19,9 @@ from rich.console import Console
 from functionalize.cli.console import Out, plain, run, table
 from functionalize.errors import UsageError
 from functionalize.planning.machines.files import read_json
-from functionalize.planning.report.display import human_bytes
 from functionalize.planning.report.memory_figures import EAGER
 from functionalize.sweep.columns import COLUMNS
+from functionalize.util.text import human_bytes
 
 _KINDS = {"points": "plan", "timelines": "memory"}
 _OF_TIMELINE = ("levels", "by_category")

@@ -27,12 +27,12 @@ from functionalize.errors import UsageError
 from functionalize.ir.ops import geometry_of
 from functionalize.ir.phases import phase_of
 from functionalize.planning.pictures.tape_picture import tape_picture
-from functionalize.planning.report.display import human_bytes, human_seconds
 from functionalize.planning.report.memory_text import signed
-from functionalize.planning.timeline.program_memory import user_line
 from functionalize.program.printer import node_text, program_text, where_text
 from functionalize.program.program import Program
 from functionalize.sweep import checks
+from functionalize.util.text import human_bytes, human_seconds
+from functionalize.util.user_stack import user_line
 
 _COLOURS = (("@@", "cyan"), ("+++", "bold"), ("---", "bold"), ("+", "green"), ("-", "red"))
 

@@ -26,13 +26,13 @@ from functionalize.planning.machines.machine import Machine
 from functionalize.planning.pictures.chrome_trace import TraceRun, write_trace
 from functionalize.planning.pictures.page import Table, write_page
 from functionalize.planning.pictures.pictures import memory_picture
-from functionalize.planning.report.display import human_bytes
 from functionalize.planning.report.event_times import event_times, reached
 from functionalize.planning.report.memory import Memory
 from functionalize.planning.report.memory_figures import EAGER, PROGRAM, StorageRow
 from functionalize.planning.report.memory_text import short_line, signed
 from functionalize.planning.time.step_time import step_time
 from functionalize.sweep.checks import target_on
+from functionalize.util.text import human_bytes
 
 _COMMON = re.compile(r"\b(?:aten|inductor|profiler)\.|\.default\b|\._RecordFunction\b")
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")

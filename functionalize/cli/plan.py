@@ -18,11 +18,11 @@ from functionalize.cli.recorded import DEFAULT_WORLD, Job, wants
 from functionalize.cli.scripts import Script, as_usage, check_files, opened, writing
 from functionalize.errors import PlanError, UsageError
 from functionalize.planning.pictures.chrome_trace import TraceRun, write_trace
-from functionalize.planning.report.display import human_bytes
 from functionalize.planning.report.event_times import reached
 from functionalize.sweep.grid import points
 from functionalize.sweep.summary import Plan, Sweep, label, short, varying
 from functionalize.sweep.training import Training
+from functionalize.util.text import human_bytes
 
 # Columns that are left out in a narrow terminal, in this order, by the ends of their heads.
 _OPTIONAL_COLUMNS = ("planned in", "exposed", "sent", "program", "reserved", "MFU", "/s/rank")

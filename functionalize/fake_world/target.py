@@ -34,9 +34,10 @@ from functionalize.errors import TargetError
 from functionalize.fake_world import autocast, cuda_api, cuda_kernels
 from functionalize.fake_world.kernel_log import Choice, Choices
 from functionalize.fake_world.sdpa_choice import KERNELS
+from functionalize.ir.worlds import ON_CPU
 from functionalize.util.patching import Patches
 
-__all__ = ["Choice", "Choices", "Target", "placed", "target_named"]
+__all__ = ["Choice", "Choices", "Target", "target_named"]
 
 _NAMES = ("cuda", "cpu")
 
@@ -84,13 +85,6 @@ def target_named(target: str | Target) -> Target:
     return target if isinstance(target, Target) else Target(target)
 
 
-def placed(device: torch.device) -> torch.device:
-    """The device to record for an op on `device`: under a CUDA target, CPU tensors stand for CUDA tensors."""
-    if device.type == "cuda" and _ACTIVE.planning() is not None:
-        return torch.device("cpu")
-    return device
-
-
 class _Active:
     """The target of each thread. The dispatcher overrides and patches are installed while any thread has one."""
 
@@ -116,11 +110,14 @@ class _Active:
                     stack.enter_context(autocast.overridden(self.find))
                     self._stack = stack.pop_all()
             self._targets[thread] = target, choices
+            if target.name != "cpu":
+                ON_CPU.add(thread)
 
     def leave(self) -> None:
         """Remove the target of this thread."""
         with self._lock:
             del self._targets[threading.get_ident()]
+            ON_CPU.discard(threading.get_ident())
             if self._stack is not None and not self._targets:
                 stack, self._stack = self._stack, None
                 stack.close()

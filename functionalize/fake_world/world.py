@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from functionalize._compat.dispatch import current_modes, disable_current_modes
+from functionalize._compat.dispatch import disable_current_modes
 from functionalize._compat.distributed import (
     fake_collective,
     fake_process_group,
@@ -65,6 +65,7 @@ from functionalize.fake_world.cuda_api import is_cuda
 from functionalize.fake_world.target import Choices, Target, target_named
 from functionalize.ir.fake_mode import distinct_results
 from functionalize.ir.fakes import FakeResultCache
+from functionalize.ir.worlds import FakeWorld, in_world
 from functionalize.util.patching import Patch, Patches
 from functionalize.util.user_stack import line_of
 
@@ -128,7 +129,7 @@ class World:
         )
 
 
-class WorldMode(FakeTensorMode):
+class WorldMode(FakeWorld):
     """The fake mode of a world.
 
     Real tensors from outside are converted to fake ones of the same geometry, except small integer tensors on the CPU
@@ -171,10 +172,6 @@ class WorldMode(FakeTensorMode):
             raise _needs_data(func, "gives a result whose size depends on data") from None
 
     def known(self, func: Any, op: Callable[..., Any], args: Any, kwargs: Any, refs: Any) -> Any:
-        """The result of a call as that of one alike, else by `op`, for a mode that is directly above this one.
-
-        refs: the arguments as `FakeResultCache.run` takes them.
-        """
         if torch.is_inference_mode_enabled():
             return op(*args, **kwargs)
         return self._known(func, args, kwargs, functools.partial(op, *args, **kwargs), refs)
@@ -223,33 +220,6 @@ def _needs_data(func: Any, what: str) -> WorldError:
         f"{func} {what}, and tensors of a fake world hold none\n  {where}\n"
         "  Give the step a form whose shapes follow from those of its arguments"
     )
-
-
-def in_world() -> bool:
-    """Whether the calling thread is inside a fake world."""
-    return any(isinstance(mode, WorldMode) for mode in current_modes())
-
-
-@contextmanager
-def literals_noted(note: Callable[[Tensor], None]) -> Iterator[None]:
-    """A context in a fake world: `note` is called with each tensor that Python makes from numbers; these are real."""
-    mode = next(each for each in current_modes() if isinstance(each, WorldMode))
-    before, mode.note_literal = mode.note_literal, note
-    try:
-        yield
-    finally:
-        mode.note_literal = before
-
-
-def world_directly_below() -> WorldMode | None:
-    """The mode of the calling thread's world, if it is the only mode: the next mode entered dispatches to it alone."""
-    modes = current_modes()
-    return modes[0] if len(modes) == 1 and isinstance(modes[0], WorldMode) else None
-
-
-def world_target() -> str | None:
-    """The name of the target of the calling thread's world; None outside of one."""
-    return next((m.target for m in current_modes() if isinstance(m, WorldMode)), None)
 
 
 @contextmanager

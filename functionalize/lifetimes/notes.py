@@ -24,12 +24,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from functionalize.fake_world.world import world_target
 from functionalize.ir.ops import OpRecord
+from functionalize.ir.worlds import world_target
 from functionalize.lifetimes.input_categories import Origin
 from functionalize.lifetimes.lifetimes import LastSeen, Lifetimes
-from functionalize.lifetimes.module_calls import ModuleCalls
 from functionalize.planning.timeline.timeline import Category
+from functionalize.state.module_calls import ModuleCalls
 
 ADD = torch.ops.aten.add.Tensor
 

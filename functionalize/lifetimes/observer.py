@@ -30,6 +30,7 @@ from functionalize.lifetimes.notes import ADD, StepNotes
 from functionalize.planning.timeline.timeline import Category
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import StorageInfo, StorageTable
+from functionalize.state.module_calls import ModuleCalls
 
 
 class LifetimeObserver:
@@ -42,6 +43,10 @@ class LifetimeObserver:
         self._recorder: Recorder | None = (
             None  # set while it is active only: a cycle would keep its tensors alive
         )
+
+    @property
+    def module_calls(self) -> ModuleCalls:
+        return self.notes.calls
 
     def attach(self, records: list[OpRecord]) -> None:
         self._records, self.notes = records, StepNotes(records)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from functionalize.fake_world.world import in_world
+from functionalize.ir.worlds import in_world
 from functionalize.lifetimes.eager_memory import EagerMemory
 from functionalize.lifetimes.input_categories import gradients, parameter_names, payload_bytes
 from functionalize.lifetimes.lifetimes import Lifetimes

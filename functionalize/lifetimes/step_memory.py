@@ -26,6 +26,7 @@ from functionalize.planning.timeline.program_memory import program_timeline
 from functionalize.planning.timeline.timeline import Category, Timeline
 from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
+from functionalize.state.memory_reports import MemoryReports
 from functionalize.state.sources import Slot
 from functionalize.state.storage_places import Places
 from functionalize.util.gc_pause import only_young_collections
@@ -112,3 +113,6 @@ class StepMemory(EagerMemory):
         new = StepMemory(self.lifetimes, program, self.input_categories)
         vars(new).update(eager=self.eager, constants=constants, settings=settings)
         return new
+
+
+REPORTS = MemoryReports(LifetimeObserver, StepMemory.of)

@@ -78,7 +78,7 @@ class Watcher(TorchDispatchMode):
     suspended: the number of callers that have suspended it; at 0 it records.
     checks: notes what a replay cannot repeat; None if there will be no replay.
     scalar_arguments: the live numbers of the recording as arguments of ops; None if its numbers are not live.
-    module_calls: what observes the calls of modules (see lifetimes/module_calls.py), while it does.
+    module_calls: what observes the calls of modules (see state/module_calls.py), while it does.
     tape: the notes about autograd's nodes, of a recording that becomes a program.
     formulas: computes what eager does where torch does something else under a mode.
     steps_optimizers: whether an optimizer's `step` was called, which calls the global hooks of optimizers.

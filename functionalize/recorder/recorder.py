@@ -31,9 +31,8 @@ from functionalize.discharge.resize import checked_nbytes
 from functionalize.discharge.rules.mutations import written_arguments
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE, is_inplace_view
 from functionalize.errors import ForeignStorageError, FunctionalizeError
-from functionalize.fake_world.target import placed
-from functionalize.fake_world.world import WorldMode, world_directly_below
 from functionalize.ir.ops import Geometry, OpRecord, TensorRef, refs_in
+from functionalize.ir.worlds import FakeWorld, placed, world_directly_below
 from functionalize.program.early_guard import early_records
 from functionalize.recorder.checks import Checks
 from functionalize.recorder.op_kinds import OpKind, kind_of, storage_of
@@ -101,7 +100,7 @@ class Recorder(Watcher):
         self._met_number = False  # whether an argument of the current op is a symbolic number
         self._stand_ins = stand_ins
         self._ref = self.storages.ref
-        self._world: WorldMode | None = None  # whose results are asked for directly
+        self._world: FakeWorld | None = None  # whose results are asked for directly
         self._kinds: dict[int, OpKind] = {}  # by the address of the op: hashing one calls Python
         if observer is not None:
             observer.attach(self.records)

@@ -124,6 +124,10 @@ class StorageObserver(Protocol):
 class RecordingObserver(StorageObserver, Protocol):
     """The callbacks of a recorder: when it is entered and left, and for each record."""
 
+    @property
+    def module_calls(self) -> Any:
+        """The calls of modules that it notes once it is attached: a `ModuleCalls` of state/module_calls.py."""
+
     def attach(self, records: list[OpRecord]) -> None:
         """`records` is the list to which every record will be appended."""
 

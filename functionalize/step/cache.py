@@ -26,7 +26,6 @@ from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.guards import Miss, NumberGuard, answers_among
 from functionalize.ir.inputs import Call
 from functionalize.lengths.length_class import LengthClass, Prediction
-from functionalize.lifetimes.step_memory import StepMemory
 from functionalize.program.early_guard import EarlyGuard
 from functionalize.program.program import Program
 from functionalize.state.python_effects import PythonEffect
@@ -81,7 +80,7 @@ class CachedProgram:
     reason: str
     replays: int = 0
     fingerprints: Fingerprints = field(default_factory=dict)
-    memory: StepMemory | None = None
+    memory: Any = None
     op_stream: Signature | Callable[[], Signature] | None = None
     audits: int = 0
     python_effects: Sequence[PythonEffect] = ()

@@ -49,12 +49,10 @@ from functionalize.errors import (
     SaveError,
     UncapturableError,
 )
-from functionalize.fake_world.world import in_world
 from functionalize.fsdp.releases import warn_if_untested
 from functionalize.ir.guards import Miss
 from functionalize.ir.inputs import Call
-from functionalize.lifetimes.observer import LifetimeObserver
-from functionalize.lifetimes.step_memory import StepMemory
+from functionalize.ir.worlds import in_world
 from functionalize.program.archive import damaged, refusal
 from functionalize.program.executable import Vote
 from functionalize.program.program import Program
@@ -65,6 +63,7 @@ from functionalize.scalars.escaped_numbers import replace_escaped
 from functionalize.scalars.live_scalars import plain_tree, was_refused
 from functionalize.state import arguments
 from functionalize.state.dropped_gradients import drop, put_back
+from functionalize.state.memory_reports import memory_reports
 from functionalize.state.python_effects import repeat
 from functionalize.state.python_state import VaryingNumbers
 from functionalize.state.sources import leave
@@ -234,8 +233,11 @@ class CapturedStep:
         return latest.program if latest is not None else None
 
     @property
-    def memory(self) -> StepMemory | None:
-        """The memory of the step, with the lifetimes of eager and of the program; None without `memory=True`."""
+    def memory(self) -> Any:
+        """The memory of the step, with the lifetimes of eager and of the program; None without `memory=True`.
+
+        A `StepMemory` of the planner.
+        """
         latest = self.core.cache.latest
         return latest.memory if latest is not None else None
 
@@ -798,7 +800,7 @@ class CapturedStep:
         """What records a call."""
         self._begin_recording(call)
         live = self._has_live_numbers
-        observer = LifetimeObserver() if self.core.options.memory else None
+        observer = memory_reports().observer() if self.core.options.memory else None
         predicted = call.key not in self.core.unkept
         with_lifetimes = live and observer is not None
         is_watched = (predicted or self._repeats_calls) and not (in_world() or with_lifetimes)
@@ -914,7 +916,9 @@ class CapturedStep:
         program = recorded if waits or is_bare else self.passes.apply(recorded)
         signature = self.signature(recording, call.key)
         counts = ProgramCounts.of(recording.recorder, recorded.nodes(), program)
-        exit = recording.exit
+        exit, memory = recording.exit, None
+        if self.core.options.memory:
+            memory = memory_reports().of(recording, recorded, program)
         cached = CachedProgram(
             program,
             exit.assigned,
@@ -922,7 +926,7 @@ class CapturedStep:
             exit.has_grad_fn,
             call.reason,
             fingerprints={} if program is recorded else self.core.options.issued(program),
-            memory=StepMemory.of(recording, recorded, program),
+            memory=memory,
             op_stream=signature,
             python_effects=exit.python_effects,
             waits=waits,

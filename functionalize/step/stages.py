@@ -35,16 +35,15 @@ from functionalize.audit.audited_call import Observer, observed
 from functionalize.audit.collective_check import collective_mismatch
 from functionalize.calls.late_numbers import with_late_values
 from functionalize.errors import UncapturableError
-from functionalize.fake_world.world import in_world, literals_noted
+from functionalize.ir.worlds import in_world, literals_noted
 from functionalize.lengths.length_class import Prediction
-from functionalize.lifetimes.module_calls import ModuleCalls
-from functionalize.lifetimes.observer import LifetimeObserver
 from functionalize.recorder.recorder import Recorder
 from functionalize.scalars.escaped_numbers import replace_escaped, settle_escaped
 from functionalize.scalars.live_scalars import plain_keys
 from functionalize.state import arguments
 from functionalize.state.arguments import flatten_result, leaf_names
 from functionalize.state.hyperparameters import Key, lifted
+from functionalize.state.module_calls import ModuleCalls
 from functionalize.state.moving_state import MovingState
 from functionalize.state.python_effects import in_order
 from functionalize.step.outcome import (
@@ -177,8 +176,7 @@ def record(
         is_idle = recorder.tape.is_off and in_world()
         recorder.steps_optimizers |= is_idle
         observer = recorder.observer
-        notes = observer.notes if isinstance(observer, LifetimeObserver) else None
-        calls = ModuleCalls(numbered=False) if notes is None else notes.calls
+        calls = ModuleCalls(numbered=False) if observer is None else observer.module_calls
         if not recorder.tape.is_off:
             calls.register(entry.roots)
     except UnmadeError as unmade:

@@ -24,12 +24,12 @@ from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.fsdp.objects import FSDPTensor
 from functionalize.ir.inputs import Call, Source
 from functionalize.ir.ops import OpRecord, TensorRef
-from functionalize.lifetimes.module_calls import ModuleCalls
 from functionalize.recorder.op_kinds import storage_of
 from functionalize.recorder.recorder import Recorder
 from functionalize.scalars.live_scalars import plain_tree
 from functionalize.state.arguments import flatten_result
 from functionalize.state.hyperparameters import lifted
+from functionalize.state.module_calls import ModuleCalls
 from functionalize.state.python_effects import unrepeated
 from functionalize.state.sources import Gradient
 from functionalize.step.stages import Invocation, RecordedRun

@@ -47,18 +47,18 @@ from functionalize._compat.dispatch import (
 from functionalize._compat.fakes import FakeTensor
 from functionalize._compat.fsdp import fsdp_modules
 from functionalize.errors import UncapturableError, UnsupportedTensorError
-from functionalize.fake_world.world import in_world
 from functionalize.fsdp.objects import fsdp_params
 from functionalize.fsdp.python_state import FSDPEffects, FSDPState, FSDPStateGuard
 from functionalize.fsdp.releases import warn_if_untested
 from functionalize.ir.generators import generator_states, set_generators
 from functionalize.ir.inputs import Argument, Call, Captured, chain_of
-from functionalize.lifetimes.module_calls import ModuleCalls
+from functionalize.ir.worlds import in_world
 from functionalize.recorder.builder import Builder, TensorInput
 from functionalize.recorder.op_kinds import storage_of
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import External, StorageInfo
 from functionalize.state.arguments import flatten_result
+from functionalize.state.module_calls import ModuleCalls
 from functionalize.state.sources import Gradient
 from functionalize.state.step_guards import SlotGuard, check_writable
 from functionalize.step.recording import StepRecording, refusals

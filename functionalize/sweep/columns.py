@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from functionalize.fake_world.kernel_log import Choice
-from functionalize.planning.report.display import human_bytes, human_seconds
 from functionalize.planning.report.memory import Memory
 from functionalize.planning.report.memory_figures import EAGER
 from functionalize.planning.time.step_time import StepTime
+from functionalize.util.text import human_bytes, human_seconds
 
 Column = tuple[str, str, Callable[[Any], str]]
 COLUMNS: tuple[Column, ...] = (

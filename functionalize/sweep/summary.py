@@ -34,7 +34,6 @@ from typing import Any, Protocol
 from functionalize.errors import PlanError
 from functionalize.fake_world.kernel_log import Choice
 from functionalize.planning.machines.machine import Machine
-from functionalize.planning.report.display import human_bytes
 from functionalize.planning.report.memory import Memory
 from functionalize.planning.report.memory_figures import EAGER
 from functionalize.sweep.columns import (
@@ -48,7 +47,7 @@ from functionalize.sweep.columns import (
 from functionalize.sweep.figures import Figures
 from functionalize.sweep.grid import Point
 from functionalize.sweep.training import Training
-from functionalize.util.text import counted
+from functionalize.util.text import counted, human_bytes
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -86,7 +86,7 @@ class TapeNotes:
     records: the op stream, which the recorder extends.
     made: the number that the next node of the recording's thread has, as of the last op.
     leaves: the addresses of the leaves that a backward can reach; the node of the first has the number -1.
-    marks: which modules were called when, if that was observed (see lifetimes/module_calls.py).
+    marks: which modules were called when, if that was observed (see state/module_calls.py).
     labels: from a place in the records on, the innermost label of FSDP2's for the profiler, or "".
     ranges: from a place in the records on, the other ranges for the profiler that are entered, outermost first.
     packs: the hooks of the user's that were called for saved tensors.

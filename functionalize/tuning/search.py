@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from functionalize.errors import FunctionalizeError, TuneError
 from functionalize.lifetimes.step_memory import StepMemory
-from functionalize.planning.report.display import human_bytes, human_seconds
 from functionalize.planning.report.memory_figures import EAGER
 from functionalize.sweep.figures import Figures
 from functionalize.sweep.summary import Plan
@@ -27,6 +26,7 @@ from functionalize.tuning.policy import EagerPolicy, LayerPolicy
 from functionalize.tuning.short_plans import ShortPlans, unusable
 from functionalize.tuning.space import TENSOR_PARALLEL, Setting
 from functionalize.tuning.variants import Variant
+from functionalize.util.text import human_bytes, human_seconds
 
 _BUDGETS = tuple(1 - i / 20 for i in range(16))  # of what is left: the frontier
 _GROWTH = 1.1  # of the margin, at least, if a plan does not fit

@@ -29,7 +29,6 @@ from functionalize.planning.machines.constants import declared
 from functionalize.planning.machines.files import machine_of
 from functionalize.planning.machines.machine import Machine
 from functionalize.planning.machines.presets import MACHINES
-from functionalize.planning.report.display import human_bytes
 from functionalize.sweep.checks import check_functions, check_pipeline, check_points
 from functionalize.sweep.grid import WORLD_KEYS, AcceptedKeys
 from functionalize.sweep.plan import Planner
@@ -40,6 +39,7 @@ from functionalize.tuning.solver import check_solver
 from functionalize.tuning.space import Space
 from functionalize.tuning.tuned import SearchFacts, Tuned
 from functionalize.tuning.variants import VariantBuilder
+from functionalize.util.text import human_bytes
 
 OWN = ("mesh", "batch", "accumulate", "variant")  # keys that the search sets
 

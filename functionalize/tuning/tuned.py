@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-from functionalize.planning.report.display import human_bytes, human_seconds
 from functionalize.planning.report.memory_figures import EAGER, PROGRAM
 from functionalize.sweep.columns import COLUMNS, assumptions, efficiencies
 from functionalize.sweep.summary import Plan
 from functionalize.sweep.training import Training
 from functionalize.tuning.policy import EagerPolicy, counted_policies
 from functionalize.tuning.search import Candidate, frontier_of
+from functionalize.util.text import human_bytes, human_seconds
 
 _LOST = 8  # rows that say why others lost
 _FRONTIER = 8

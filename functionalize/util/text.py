@@ -1,8 +1,10 @@
-"""Numbers and nouns in messages.
+"""Numbers, units and nouns in messages.
 
     counted(1, "program")     1 program
     counted(0, "program")     0 programs
     without_numbers("`n` is 5, was 4")     `n` is #, was #
+    human_bytes(28020000000)  26.1 GiB
+    human_seconds(0.0123)     12.3 ms
     with_article("AdamW")     an AdamW
     without_article("the code of f")     code of f
 
@@ -12,6 +14,9 @@ Invariant of `counted`: the number comes first, as its digits; the plural of the
 from __future__ import annotations
 
 import re
+
+BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 
 
 def counted(count: int, what: str) -> str:
@@ -32,3 +37,25 @@ def without_article(noun: str) -> str:
 def without_numbers(text: str) -> str:
     """The kind of a message: equal for messages that differ in their numbers alone."""
     return re.sub(r"-?\d[\d.e+-]*", "#", text)
+
+
+def human_bytes(nbytes: float) -> str:
+    """Bytes with three digits and a binary unit: `26.1 GiB`."""
+    size, unit = float(nbytes), 0
+    while abs(size) >= 999.5 and unit < len(BYTES) - 1:  # 1,000 KiB would need four digits
+        size, unit = size / 1024, unit + 1
+    return f"{_digits(size)} {BYTES[unit]}" if unit else f"{size:.0f} B"
+
+
+def human_seconds(seconds: float) -> str:
+    """Seconds with three digits and a unit: `12.3 ms`."""
+    if seconds == 0:
+        return "0 s"
+    name, unit = next((u for u in SECONDS if abs(seconds) >= 0.9995 * u[1]), SECONDS[-1])
+    return f"{_digits(seconds / unit)} {name}"
+
+
+def _digits(x: float) -> str:
+    """A number with three digits, or with all its integer digits if it has more."""
+    size = abs(x)
+    return f"{x:.2f}" if size < 9.995 else f"{x:.1f}" if size < 99.95 else f"{x:,.0f}"

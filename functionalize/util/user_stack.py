@@ -229,3 +229,14 @@ def located(error: FunctionalizeError, record: LocatedOp) -> FunctionalizeError:
     new = type(error)(f"{record.target} {error}\n  {line_of(record.traceback)}")
     new.is_located = True  # type: ignore[attr-defined]
     return new
+
+
+def user_line(trace: str) -> str:
+    """The innermost frame of an FX `stack_trace`, as `train.py:12, in step: out = a.sin()`; empty without frames."""
+    at = trace.rfind('  File "')
+    if at < 0:
+        return ""
+    frame, _, code = trace[at + 8 :].partition("\n")
+    path, _, rest = frame.partition('", line ')
+    line, _, function = rest.partition(", in ")
+    return f"{path}:{line}, in {function}: {code.strip()}"

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from functionalize.planning.machines.presets import MACHINES
-from functionalize.planning.report.display import human_bytes
 from functionalize.program import archive
+from functionalize.util.text import human_bytes
 from tests.cli.entry import TRAINING, Command, command
 from tests.forks import run_module
 from tests.planning.trace_format import checked, counters

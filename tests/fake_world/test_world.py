@@ -19,7 +19,7 @@ import functionalize as fz
 from functionalize._compat.distributed import fake_work_ids, mesh_methods, sharding_propagation
 from functionalize._compat.fsdp import fully_sharded_chunks
 from functionalize.errors import WorldError
-from functionalize.fake_world.world import in_world
+from functionalize.ir.worlds import in_world
 from tests.fsdp.features import FEATURES
 from tests.fsdp.models import Net, mesh
 from tests.ranks import run_on_ranks

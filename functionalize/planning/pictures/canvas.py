@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from functionalize.errors import PictureError
-from functionalize.planning.report.display import human_bytes
+from functionalize.util.text import human_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

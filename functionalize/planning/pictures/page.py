@@ -32,7 +32,6 @@ from functionalize.errors import PictureError
 from functionalize.planning.pictures.canvas import GREY, INK, RED, upper_end
 from functionalize.planning.pictures.pictures import columns
 from functionalize.planning.report.display import (
-    BYTES,
     COLOURS,
     OTHER_PHASE,
     PHASE_COLOURS,
@@ -42,8 +41,6 @@ from functionalize.planning.report.display import (
     check_held,
     first_event,
     groups,
-    human_bytes,
-    human_seconds,
     pattern,
     placed,
     stretches,
@@ -51,6 +48,7 @@ from functionalize.planning.report.display import (
 from functionalize.planning.report.memory_figures import place
 from functionalize.planning.report.memory_text import short_line
 from functionalize.planning.timeline.timeline import BEFORE, Allocation, Category, Op, Timeline
+from functionalize.util.text import BYTES, human_bytes, human_seconds
 
 POINTS = 10_000  # events of a timeline that are drawn, besides those near the peak
 NEAR = 500  # events on each side of the peak that are all drawn

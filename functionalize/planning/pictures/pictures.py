@@ -53,12 +53,11 @@ from functionalize.planning.report.display import (
     coarse,
     first_event,
     groups,
-    human_bytes,
-    human_seconds,
     placed,
     stretches,
 )
 from functionalize.planning.timeline.timeline import BEFORE, Timeline
+from functionalize.util.text import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,10 +21,10 @@ from functionalize.planning.report.display import (
     OTHER_PHASE,
     OTHER_STREAM,
     STREAM_COLOURS,
-    human_seconds,
 )
 from functionalize.planning.report.rows import COMPUTE, exposed, merged, rectangles, rows_of, total
 from functionalize.planning.report.spans import Span
+from functionalize.util.text import human_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

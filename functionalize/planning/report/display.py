@@ -1,6 +1,5 @@
-"""Shared by the text, the pictures and the page: colours, units, the stretches of phases, the peak in words.
+"""Shared by the text, the pictures and the page: colours, the stretches of phases, the peak in words.
 
-    28020000000 -> '26.1 GiB'      0.0123 -> '12.3 ms'
     forward forward backward recompute backward -> Stretch(forward, 0, 2), Stretch(backward, 2, 3), ...
     Peak.of(timeline)              bytes, op, phase, module, and the largest categories and allocations
 
@@ -27,6 +26,7 @@ from functionalize.planning.timeline.timeline import (
     Timeline,
     by_category,
 )
+from functionalize.util.text import human_bytes
 
 # Families: blue is state, grey inputs and buffers, orange and brown unsharded parameters, purple unsharded gradients,
 # green activations, yellow temporaries. The members of a family differ in lightness.
@@ -66,30 +66,6 @@ OTHER_STREAM = "#a38a00"
 NO_PHASE = "other"
 
 _NUMBERS = re.compile(r"\d+")
-BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
-
-
-def human_bytes(nbytes: float) -> str:
-    """Bytes with three digits and a binary unit: `26.1 GiB`."""
-    size, unit = float(nbytes), 0
-    while abs(size) >= 999.5 and unit < len(BYTES) - 1:  # 1,000 KiB would need four digits
-        size, unit = size / 1024, unit + 1
-    return f"{_digits(size)} {BYTES[unit]}" if unit else f"{size:.0f} B"
-
-
-def human_seconds(seconds: float) -> str:
-    """Seconds with three digits and a unit: `12.3 ms`."""
-    if seconds == 0:
-        return "0 s"
-    name, unit = next((u for u in SECONDS if abs(seconds) >= 0.9995 * u[1]), SECONDS[-1])
-    return f"{_digits(seconds / unit)} {name}"
-
-
-def _digits(x: float) -> str:
-    """A number with three digits, or with all its integer digits if it has more."""
-    size = abs(x)
-    return f"{x:.2f}" if size < 9.995 else f"{x:.1f}" if size < 99.95 else f"{x:,.0f}"
 
 
 # -- phases ----------------------------------------------------------------------------------------

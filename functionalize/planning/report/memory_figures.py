@@ -31,9 +31,9 @@ from functionalize.errors import MemoryReportError, PlannedOutOfMemoryError
 from functionalize.planning.allocator.alloc_conf import Settings
 from functionalize.planning.allocator.allocator import Reserved, StreamOf, simulate
 from functionalize.planning.machines.constants import DeviceConstant
-from functionalize.planning.report.display import AllocationGroup, Peak, groups, human_bytes
+from functionalize.planning.report.display import AllocationGroup, Peak, groups
 from functionalize.planning.timeline.timeline import BEFORE, Allocation, Category, Op, Timeline
-from functionalize.util.text import counted
+from functionalize.util.text import counted, human_bytes
 
 EAGER, PROGRAM = "eager", "program"
 BEFORE_THE_STEP, AFTER_THE_STEP = "before the step", "after the step"

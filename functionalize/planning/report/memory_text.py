@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from functionalize.planning.report.display import AllocationGroup, human_bytes
+from functionalize.planning.report.display import AllocationGroup
 from functionalize.planning.report.memory_figures import EAGER, PROGRAM, MemoryFigures, StorageRow
+from functionalize.util.text import human_bytes
 
 _WIDE = 60  # characters of a name; a longer one loses its beginning, as its end is more specific
 

@@ -21,9 +21,9 @@ from difflib import SequenceMatcher
 from itertools import groupby
 from typing import NamedTuple
 
-from functionalize.planning.report.display import human_bytes
 from functionalize.planning.report.memory_text import signed
 from functionalize.planning.timeline.timeline import BEFORE, Category, Op, Timeline
+from functionalize.util.text import human_bytes
 
 _SEARCHED = 2_000  # ops of each run, at most, in which a shift is looked for
 

@@ -15,9 +15,9 @@ from torch import fx
 from functionalize._compat.fakes import HOST
 from functionalize.errors import PlanError
 from functionalize.planning.machines.machine import Machine
-from functionalize.planning.report.display import human_bytes
-from functionalize.planning.timeline.program_memory import user_line
 from functionalize.program.metadata import read_provenance, tensors_of
+from functionalize.util.text import human_bytes
+from functionalize.util.user_stack import user_line
 
 _FEW = 1024  # bytes of a collective that costs its latency alone, as that of a gradient's norm
 

@@ -27,12 +27,12 @@ from typing import Any
 from functionalize._compat.autograd import RECOMPUTE
 from functionalize.planning.machines.machine import Machine
 from functionalize.planning.machines.presets import MACHINES
-from functionalize.planning.report.display import human_seconds
 from functionalize.planning.report.spans import Span
 from functionalize.planning.time.call_costs import Costs, call_costs
 from functionalize.planning.time.communication import Groups
 from functionalize.planning.time.streams import ScheduledSpan, schedule
 from functionalize.program.program import Program
+from functionalize.util.text import human_seconds
 
 _MODELS: Mapping[str, str] = {
     "fsdp2": "on the streams of eager FSDP2",

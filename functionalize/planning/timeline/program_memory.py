@@ -53,6 +53,7 @@ from functionalize.planning.timeline.timeline import (
 from functionalize.program.metadata import tensors_of
 from functionalize.program.program import Program
 from functionalize.repeats import are_calls_of, calls_of
+from functionalize.util.user_stack import user_line
 
 EPILOGUE = "epilogue"
 _GENERATOR_BYTES = 5056  # the state of the CPU's generator
@@ -333,17 +334,6 @@ class Ops(Sequence[Op]):
         name = str(node.target) if node.op == "call_function" else node.op
         module = str(node.meta.get("module") or "")
         return Op(name, phase_of(node) or "", module, self._lines[trace])
-
-
-def user_line(trace: str) -> str:
-    """The innermost frame of an FX `stack_trace`, as `train.py:12, in step: out = a.sin()`; empty without frames."""
-    at = trace.rfind('  File "')
-    if at < 0:
-        return ""
-    frame, _, code = trace[at + 8 :].partition("\n")
-    path, _, rest = frame.partition('", line ')
-    line, _, function = rest.partition(", in ")
-    return f"{path}:{line}, in {function}: {code.strip()}"
 
 
 # -- sizes -----------------------------------------------------------------------------------------

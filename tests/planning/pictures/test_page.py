@@ -16,13 +16,9 @@ import pytest
 from functionalize.errors import PictureError
 from functionalize.planning.pictures import page
 from functionalize.planning.pictures.page import Table, chosen, memory_figure, write_page
-from functionalize.planning.report.display import (
-    BYTES,
-    Peak,
-    first_event,
-    human_bytes,
-)
+from functionalize.planning.report.display import Peak, first_event
 from functionalize.planning.timeline.timeline import Category, Timeline
+from functionalize.util.text import BYTES, human_bytes
 from tests.planning.browser import NAMES, Browser, executable
 from tests.planning.timelines import Maker, large, real, step_of
 

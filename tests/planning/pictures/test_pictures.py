@@ -20,11 +20,11 @@ from functionalize.planning.pictures.pictures import (
     schedule_picture,
     time_columns,
 )
-from functionalize.planning.report.display import BYTES, human_bytes, human_seconds
 from functionalize.planning.report.event_times import event_times, reached
 from functionalize.planning.report.rows import exposed, merged, rectangles, rows_of, total
 from functionalize.planning.report.spans import Span
 from functionalize.planning.timeline.timeline import Category, Timeline
+from functionalize.util.text import BYTES, human_bytes, human_seconds
 from tests.planning.timelines import Maker, captured, large, real, schedule_of, step_of
 
 pytest.importorskip("matplotlib")

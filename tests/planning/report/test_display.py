@@ -15,8 +15,6 @@ from functionalize.planning.report.display import (
     coarse,
     first_event,
     groups,
-    human_bytes,
-    human_seconds,
     placed,
     stretches,
 )
@@ -28,6 +26,7 @@ from functionalize.planning.timeline.timeline import (
     Op,
     Timeline,
 )
+from functionalize.util.text import human_bytes, human_seconds
 from tests.planning.timelines import Maker, step_of
 
 np = pytest.importorskip("numpy")
