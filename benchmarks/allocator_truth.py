@@ -1,7 +1,7 @@
-"""How true `planning.allocator` is: against torch's own caching allocator, run without a GPU.
+"""How true `planner.allocator` is: against torch's own caching allocator, run without a GPU.
 
     pip download torch==2.13.0 nvidia-cuda-runtime nvidia-cuda-crt --no-deps -d DIR     (the CUDA build: 0.5 GB)
-    python -m benchmarks.allocator_truth DIR [--runs N] [--record tests/planning/allocator/allocator_runs.json]
+    python -m benchmarks.allocator_truth DIR [--runs N] [--record tests/planner/allocator/allocator_runs.json]
 
 The allocator is in `libc10_cuda.so` of the CUDA build; `benchmarks/cuda_runtime` stands in for CUDA under it and counts
 bytes. Both serve the same random requests: bytes reserved and allocated after every event, releases of the cache,
@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 
+from functionalize.cost.categories import Category
 from functionalize.errors import PlannedOutOfMemoryError
-from functionalize.planning.allocator.alloc_conf import MIB
-from functionalize.planning.allocator.allocator import Reserved, Settings, simulate
-from functionalize.planning.timeline.timeline import Allocation, Category, Event, Op, Timeline
+from functionalize.planner.allocator.alloc_conf import MIB
+from functionalize.planner.allocator.allocator import Reserved, Settings, simulate
+from functionalize.planner.timeline.timeline import Allocation, Event, Op, Timeline
 
 HERE = Path(__file__).parent / "cuda_runtime"
 STUBS = """

@@ -34,8 +34,8 @@ from torch.distributed.fsdp import fully_shard
 import functionalize as fz
 from benchmarks.machine import machine
 from functionalize import passes
-from functionalize.planning.machines.presets import MACHINES
-from functionalize.planning.time.step_time import step_time
+from functionalize.cost.machines.presets import MACHINES
+from functionalize.planner.time.step_time import step_time
 
 FIRST = "order{first=all_to_all}"
 WAYS = {

@@ -53,8 +53,8 @@ import functionalize as fz
 from benchmarks.allocations import allocations, count_everything, counted
 from benchmarks.machine import machine
 from benchmarks.models import Recurrent, ResNet, UNet
-from functionalize.lifetimes.lifetimes import Lifetimes
-from functionalize.planning.timeline.timeline import BEFORE, Timeline
+from functionalize.planner.lifetimes.lifetimes import Lifetimes
+from functionalize.planner.timeline.timeline import BEFORE, Timeline
 
 VOCABULARY = 257
 _STEPS, _CAPTURES = 5, 3

@@ -74,8 +74,8 @@ def measured(size: str, world: int) -> Row:
 
 def figures(step: Any) -> Any:
     """Compute all figures of a plan."""
-    from functionalize.planning.machines.presets import MACHINES
-    from functionalize.sweep.figures import Figures
+    from functionalize.cost.machines.presets import MACHINES
+    from functionalize.planner.sweep.figures import Figures
 
     found = Figures.of(step.program, step.memory, MACHINES["h100"])
     assert found.row

@@ -2,7 +2,7 @@
 
     python -m benchmarks.published_times [--only TEXT] [--json]
 
-The shares of the peaks are those of `functionalize/planning/machines/published.py`. One of them, `sustained`, is the
+The shares of the peaks are those of `functionalize/cost/machines/published.py`. One of them, `sustained`, is the
 mean over the runs of MPT at length 2048 (published by modelled rate without it), so these are no test; nothing was
 adjusted to the runs below them. `--alone` leaves it out: kernels as fast as when they run alone. The machine of
 torchtitan's H100 runs is the card that they name (HBM2e of 2.4 TB/s, 500 W; the power limit is not modelled). Only
@@ -35,9 +35,9 @@ from torch.utils.checkpoint import (
 )
 
 import functionalize as fz
-from functionalize.planning.machines.efficiency import SUSTAINED
-from functionalize.planning.machines.machine import Machine
-from functionalize.planning.machines.presets import MACHINES
+from functionalize.cost.machines.efficiency import SUSTAINED
+from functionalize.cost.machines.machine import Machine
+from functionalize.cost.machines.presets import MACHINES
 
 # torchtitan's H100: "96GB HBM2e with 2.4 TB/sec peak memory bandwidth".
 HBM2E = replace(MACHINES["h100"], memory_bandwidth=2.4e12)

@@ -32,10 +32,10 @@ import functionalize as fz
 from benchmarks.capture import VOCABULARY
 from benchmarks.machine import machine as about
 from benchmarks.step_time import WAYS, Subject
-from functionalize.calibration.calibrate import Calibration
-from functionalize.planning.machines.files import read_machine, write_machine
-from functionalize.planning.machines.machine import Machine
-from functionalize.planning.time.step_time import step_time
+from functionalize.cost.machines.machine import Machine
+from functionalize.planner.calibration.calibrate import Calibration
+from functionalize.planner.machines.files import read_machine, write_machine
+from functionalize.planner.time.step_time import step_time
 
 SMALL, WIDE = Subject(4, 128, 2, 16), Subject(4, 512, 4, 64)
 LLAMA, GPT2 = Subject(4, 128, 2, 32, "llama"), Subject(4, 256, 2, 64, "gpt2")

@@ -26,14 +26,14 @@ from torch.utils import _pytree as pytree
 import functionalize as fz
 from benchmarks.machine import machine
 from examples import llama
-from functionalize.planning.machines.presets import MACHINES
-from functionalize.planning.report.memory_figures import EAGER
-from functionalize.planning.time.costs import seconds
-from functionalize.sweep.plan import plan
-from functionalize.tuning.choices import frontier
-from functionalize.tuning.pieces import recording
-from functionalize.tuning.policy import LayerPolicy
-from functionalize.tuning.variants import Variant, VariantBuilder, layers_of
+from functionalize.cost.costs import seconds
+from functionalize.cost.machines.presets import MACHINES
+from functionalize.planner.report.memory_figures import EAGER
+from functionalize.planner.sweep.plan import plan
+from functionalize.planner.tuning.choices import frontier
+from functionalize.planner.tuning.pieces import recording
+from functionalize.planner.tuning.policy import LayerPolicy
+from functionalize.planner.tuning.variants import Variant, VariantBuilder, layers_of
 
 SHARES = (0.1, 0.2, 0.4, 0.6, 0.8)  # of the bytes of all ops' results, the budget of torch's solver
 NAME = "blocks.1"

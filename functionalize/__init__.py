@@ -14,21 +14,21 @@ with only_young_collections():  # a third of the time of the imports below, torc
     from functionalize.state.memory_reports import MemoryReports, provide_memory_reports
 
 if TYPE_CHECKING:  # the types of the names that `__getattr__` finds
-    from functionalize.calibration.calibrate import calibrate
     from functionalize.deferral.lazy import lazy
-    from functionalize.fake_world.target import Target
-    from functionalize.fake_world.world import world
     from functionalize.functions.aot import (
         aot_function,
         functionalize_storage,
         resize_storage_bytes_,
     )
-    from functionalize.lifetimes.record_memory import record_memory
+    from functionalize.planner.calibration.calibrate import calibrate
+    from functionalize.planner.fake_world.target import Target
+    from functionalize.planner.fake_world.world import world
+    from functionalize.planner.lifetimes.record_memory import record_memory
+    from functionalize.planner.sweep.plan import plan
+    from functionalize.planner.tuning.tune import tune
     from functionalize.step.step_file import load
     from functionalize.step_backward.captured_backward import capture_backward
     from functionalize.step_backward.trace_backward import trace_backward
-    from functionalize.sweep.plan import plan
-    from functionalize.tuning.tune import tune
 
 __all__ = [
     "FunctionalizeError",
@@ -53,25 +53,25 @@ __all__ = [
 
 # Imported when they are first used: the module of each name. The planner is the half of this package.
 _MODULES = {
-    "Target": "fake_world.target",
+    "Target": "planner.fake_world.target",
     "aot_function": "functions.aot",
-    "calibrate": "calibration.calibrate",
+    "calibrate": "planner.calibration.calibrate",
     "capture_backward": "step_backward.captured_backward",
     "functionalize_storage": "functions.aot",
     "lazy": "deferral.lazy",
     "load": "step.step_file",
-    "plan": "sweep.plan",
-    "record_memory": "lifetimes.record_memory",
+    "plan": "planner.sweep.plan",
+    "record_memory": "planner.lifetimes.record_memory",
     "resize_storage_bytes_": "functions.aot",
     "trace_backward": "step_backward.trace_backward",
-    "tune": "tuning.tune",
-    "world": "fake_world.world",
+    "tune": "planner.tuning.tune",
+    "world": "planner.fake_world.world",
 }
 
 
 def _memory_reports() -> MemoryReports:
     """The planner's part in `capture(memory=True)`."""
-    from functionalize.lifetimes.step_memory import REPORTS
+    from functionalize.planner.lifetimes.step_memory import REPORTS
 
     return REPORTS
 

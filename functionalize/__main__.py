@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from functionalize.cli import main
+from functionalize.planner.cli import main
 
 sys.exit(main())

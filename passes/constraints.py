@@ -4,7 +4,7 @@
     chains of memory      where ops write, everything on that memory, and the waits of collectives that read it
     wall                  the `commit`: no node passes it
 
-Waits are no effects: they may pass each other. `planning/decide/ordering.py` combines these with data dependencies.
+Waits are no effects: they may pass each other. `cost/decide/ordering.py` combines these with data dependencies.
 Invariant: an order with these constraints computes the same bits as that of the graph. Linear in nodes and edges.
 """
 
@@ -17,12 +17,12 @@ from torch import fx
 
 from functionalize.analysis.aliases import Aliases, is_view, written_nodes
 from functionalize.analysis.dead_code import is_impure
+from functionalize.cost.decide.ordering import Constraints, Schedule, Uses
+from functionalize.cost.liveness import Liveness, held_before
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.commit import is_commit
 from functionalize.ir.generators import is_random
 from functionalize.ir.phases import FORWARD, in_backward, phase_of
-from functionalize.planning.decide.ordering import Constraints, Schedule, Uses
-from functionalize.planning.timeline.liveness import Liveness, held_before
 
 
 def constraints_of(live: Liveness, apart: Collection[fx.Node] = ()) -> Constraints:

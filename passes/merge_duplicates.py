@@ -31,6 +31,7 @@ from torch import fx
 
 from functionalize.analysis.aliases import results, results_of, written_nodes
 from functionalize.analysis.dead_code import is_impure
+from functionalize.cost.liveness import Liveness, Storage
 from functionalize.ir.epilogue import Set
 from functionalize.ir.generators import is_random
 from functionalize.ir.ops import geometry_of
@@ -38,7 +39,6 @@ from functionalize.passes.base import Pass
 from functionalize.passes.graph_modules import on_graph_module
 from functionalize.passes.metadata import revalue
 from functionalize.passes.views import chain, is_plain
-from functionalize.planning.timeline.liveness import Liveness, Storage
 from functionalize.program.program import Program
 
 aten = torch.ops.aten

@@ -38,6 +38,9 @@ from torch import Tensor, fx
 
 from functionalize._compat.autograd import BACKWARD
 from functionalize.analysis.aliases import is_view
+from functionalize.cost.decide.budget import within
+from functionalize.cost.decide.saved import ForwardRegion, SavedStorage, forwards, saved_values
+from functionalize.cost.liveness import Liveness, Storage
 from functionalize.errors import PassError
 from functionalize.ir.ops import geometry_of
 from functionalize.ir.phases import FORWARD
@@ -45,9 +48,6 @@ from functionalize.passes.base import Pass
 from functionalize.passes.graph_modules import on_graph_module
 from functionalize.passes.metadata import origin_meta, set_value
 from functionalize.passes.rewiring import Rewiring
-from functionalize.planning.decide.budget import within
-from functionalize.planning.decide.saved import ForwardRegion, SavedStorage, forwards, saved_values
-from functionalize.planning.timeline.liveness import Liveness, Storage
 from functionalize.program.program import Program
 
 aten = torch.ops.aten

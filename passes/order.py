@@ -32,14 +32,14 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from functionalize.cost.decide.ordering import Constraints
+from functionalize.cost.liveness import Liveness
 from functionalize.errors import PassError
 from functionalize.ir.phases import in_backward
 from functionalize.passes.base import FUNCTIONAL, INPLACE, Pass
 from functionalize.passes.constraints import backwards, constraints_of, is_wait, kind_of, reorder
 from functionalize.passes.graph_modules import on_graph_module
 from functionalize.passes.patterns import is_collective
-from functionalize.planning.decide.ordering import Constraints
-from functionalize.planning.timeline.liveness import Liveness
 from functionalize.program.program import Program
 
 _KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")

@@ -21,10 +21,10 @@ import torch
 from torch import fx
 
 from functionalize.analysis.aliases import is_view, written_nodes
+from functionalize.cost.decide.ordering import Constraints, Schedule, Scratch
+from functionalize.cost.liveness import Liveness, held_before
 from functionalize.ir.waits import WAIT
 from functionalize.passes.patterns import Gather, Reduce, gathers, is_collective, reduces
-from functionalize.planning.decide.ordering import Constraints, Schedule, Scratch
-from functionalize.planning.timeline.liveness import Liveness, held_before
 
 
 def overlapped(start: Schedule, order: Constraints, live: Liveness, limit: int) -> list[int]:

@@ -39,9 +39,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from functionalize.cost.calls import arguments_of
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.waits import WAIT
-from functionalize.planning.time.calls import arguments_of
 
 aten = torch.ops.aten
 FUNCTIONAL = torch.ops._c10d_functional

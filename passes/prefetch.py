@@ -14,7 +14,7 @@ reduce-scatter, which is whole gradients: with `reduces`, a reduce-scatter is wa
 Invariant: the same nodes, in another order. The order of collectives, of all groups together, does not change, so
 ranks whose other nodes are ordered differently still issue equal sequences. `reorder` lets gathers pass
 reduce-scatters; then all ranks must run this pass with equal options. budget_mb bounds the peak
-(`planning/timeline/liveness.py`) in MiB: reduce-scatters are waited for earlier and gathers issued later until it
+(`cost/liveness.py`) in MiB: reduce-scatters are waited for earlier and gathers issued later until it
 fits; the history says if the program still exceeds the budget.
 Refuses to move
 - a gather past what its shards are computed from, past another collective, a barrier, or a gather of its own group;
@@ -34,12 +34,12 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from functionalize.cost.liveness import Liveness, held_before
 from functionalize.errors import PassError
 from functionalize.ir.waits import WAIT, sink_waits
 from functionalize.passes.base import Pass
 from functionalize.passes.graph_modules import on_graph_module
 from functionalize.passes.patterns import Gather, Reduce, gathers, is_collective, reduces
-from functionalize.planning.timeline.liveness import Liveness, held_before
 from functionalize.program.program import Program
 
 _MB = 2**20

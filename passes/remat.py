@@ -9,8 +9,8 @@
     mm_1 = aten.mm(grad, gelu)                     mm_1 = aten.mm(grad, gelu_1)
     gelu_backward(mm_1, addmm)                     gelu_backward(mm_1, addmm_2)
 
-Values passed between layers stay saved (`functionalize/planning/decide/layers.py`): at most one layer is recomputed
-at a time, right before its backward. `functionalize/planning/decide/recompute.py` decides which values can be
+Values passed between layers stay saved (`functionalize/cost/decide/layers.py`): at most one layer is recomputed
+at a time, right before its backward. `functionalize/cost/decide/recompute.py` decides which values can be
 recomputed.
 
     remat                                          every layer
@@ -37,15 +37,15 @@ from torch import fx
 
 from functionalize._compat.autograd import RECOMPUTE
 from functionalize.analysis.dead_code import drop_dead_code
+from functionalize.cost.decide.budget import within
+from functionalize.cost.decide.recompute import PlannedNode, Recomputation, RecomputeTrial
+from functionalize.cost.decide.saved import SavedStorage
+from functionalize.cost.machines.presets import machine_named
 from functionalize.errors import PassError
 from functionalize.passes.base import Pass
 from functionalize.passes.graph_modules import on_graph_module
 from functionalize.passes.metadata import set_value
 from functionalize.passes.rewiring import Rewiring
-from functionalize.planning.decide.budget import within
-from functionalize.planning.decide.recompute import PlannedNode, Recomputation, RecomputeTrial
-from functionalize.planning.decide.saved import SavedStorage
-from functionalize.planning.machines.presets import machine_named
 from functionalize.program.program import Program
 
 _SELECTS = ("all", "layer", "budget")
@@ -57,7 +57,7 @@ class Remat(Pass):
     """Compute activations again in backward.
 
     select: all, layer or budget. layers: numbers and ranges `2-5`, for `layer`. budget_mb: the peak in MiB, for
-    `budget`. machine: whose times are modelled, a name of `functionalize.planning.machines.presets.MACHINES` or auto.
+    `budget`. machine: whose times are modelled, a name of `functionalize.cost.machines.presets.MACHINES` or auto.
     """
 
     name: ClassVar[str] = "remat"

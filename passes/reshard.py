@@ -10,10 +10,10 @@
 Two gathers of the same shards have the same value. To keep the parameters is to erase the second gather; to reshard
 is to repeat the first one, with the views that lead from it to its readers, before the first reader in another phase.
 The time between two phases that read one parameter group is a gap. `keep="budget"` keeps the parameters over as many
-gaps as fit, in the order of time saved per byte (`planning/time/costs.py`), of equal ones the shortest first. With
+gaps as fit, in the order of time saved per byte (`cost/costs.py`), of equal ones the shortest first. With
 microbatches there is a gap between each forward and backward, and a group may be kept over some of them.
 
-budget_mb bounds the peak (`planning/timeline/liveness.py`) of the resulting graph, in MiB. The peak includes
+budget_mb bounds the peak (`cost/liveness.py`) of the resulting graph, in MiB. The peak includes
 activations, whose sizes may differ between ranks, so that ranks would choose differently: use kept_mb then, which
 bounds only the gathered parameters kept at the same time; their sizes are equal on all ranks. growth bounds the peak
 by a multiple of what the program needs as it is, written in place and in the order of `schedule_memory`. If the ranks
@@ -38,6 +38,9 @@ import torch
 from torch import fx
 
 from functionalize.analysis.aliases import is_view
+from functionalize.cost.costs import seconds
+from functionalize.cost.liveness import Liveness, Storage
+from functionalize.cost.machines.presets import machine_named
 from functionalize.errors import PassError
 from functionalize.passes.base import INPLACE, Pass
 from functionalize.passes.graph_modules import on_graph_module
@@ -47,9 +50,6 @@ from functionalize.passes.patterns import Gather
 from functionalize.passes.periods import Gap, Period, chain_of, gaps_of, nodes_of, split_node
 from functionalize.passes.reinplace import Reinplace
 from functionalize.passes.schedule_memory import ScheduleMemory
-from functionalize.planning.machines.presets import machine_named
-from functionalize.planning.time.costs import seconds
-from functionalize.planning.timeline.liveness import Liveness, Storage
 from functionalize.program.program import Program
 from functionalize.tape.queries import AUTOGRAD
 
@@ -67,7 +67,7 @@ class Reshard(Pass):
 
     keep: `all`, `none`, or `budget`: with a peak of at most budget_mb MiB, and at most kept_mb MiB of kept
     parameters, or with a peak of at most growth times the one without. machine: the machine whose times are modelled,
-    see `planning/machines`.
+    see `cost/machines`.
     """
 
     name: ClassVar[str] = "reshard"

@@ -9,7 +9,7 @@
     wait_0 = wait_tensor(reduce_scatter_0)                 big = aten.mm(x, y)
     out = aten.add(big, small)                             out = aten.add(big, small)
 
-What frees more than it makes runs earlier, what makes more than it frees later (`planning/decide/ordering.py`), the
+What frees more than it makes runs earlier, what makes more than it frees later (`cost/decide/ordering.py`), the
 rest stays where it was. With `overlap`, communication keeps what it runs beside: a wait stays, but that one reduction
 is in flight at a time, as FSDP2 has it on a GPU; an all-gather starts no later than the wait before it. Without, a
 collective is waited for at once, and starts right before that, as FSDP2 does on the CPU; then, where the peak stays,
@@ -19,7 +19,7 @@ what a collective holds nor an order between collectives, and one is quadratic.
 
 Invariant: nodes and their arguments are the same. Collectives, random ops, barriers and whatever has a side effect
 keep their order; where ops write, so does everything on that memory, and nothing passes the `commit`.
-Refuses an order whose peak (`planning/timeline/liveness.py`) is not lower by at least 1/256, more overlap apart.
+Refuses an order whose peak (`cost/liveness.py`) is not lower by at least 1/256, more overlap apart.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from typing import ClassVar
 
 from torch import fx
 
+from functionalize.cost.decide.ordering import Constraints, Schedule, Uses
+from functionalize.cost.liveness import Liveness
 from functionalize.ir.commit import is_commit
 from functionalize.passes.base import FUNCTIONAL, INPLACE, Pass
 from functionalize.passes.constraints import is_effect, is_wait, kind_of, memory_chains, reorder
 from functionalize.passes.graph_modules import on_graph_module
 from functionalize.passes.overlap import overlapped, scratch_in
-from functionalize.planning.decide.ordering import Constraints, Schedule, Uses
-from functionalize.planning.timeline.liveness import Liveness
 from functionalize.program.program import Program
 
 _WORTH = 1 / 256

@@ -49,6 +49,45 @@ def test_an_import_loads_nothing_of_torch_that_is_slow() -> None:
     assert not [name for name in loaded if name.startswith(SLOW)]
 
 
+def test_the_planner_is_loaded_by_those_who_ask_for_it() -> None:
+    """Not by a step with passes; by `memory=True`, and by the names of the planner."""
+    code = """
+import sys, torch, functionalize as fz, functionalize.passes
+planner = lambda: any(name.startswith("functionalize.planner") for name in sys.modules)
+weight = torch.ones(3, requires_grad=True)
+optimizer = torch.optim.AdamW([weight])
+def train_step(x):
+    loss = (weight * x).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+step = fz.capture(train_step, passes="default")
+for _ in range(5):
+    step(torch.ones(3))
+print(step.stats.replays > 0, planner(), fz.trace(torch.sin, torch.ones(3)) is not None, planner())
+step = fz.capture(train_step, memory=True)
+print(planner())
+for _ in range(4):
+    step(torch.ones(3))
+print(type(step.memory).__name__)
+"""
+    assert output(code).split("\n") == ["True False True False", "True", "StepMemory"]
+
+
+def test_the_import_of_dynamo_by_a_recording_is_no_change_of_torch() -> None:
+    """It replaces `torch.manual_seed`, and a recorder of memory puts its own function there."""
+    code = """
+import torch, functionalize as fz
+step = fz.capture(lambda x: x.sin().sum())
+for _ in range(4):
+    step(torch.ones(3))
+before = step.stats.replays
+fz.record_memory(step)(torch.ones(3))
+print(step.stats.replays - before)
+"""
+    assert output(code) == "1"
+
+
 def test_every_name_is_found() -> None:
     for name in (*fz.__all__, "integrations"):
         assert getattr(fz, name) is getattr(fz, name)
@@ -73,7 +112,7 @@ def test_no_module_shadows_a_name() -> None:
     assert not modules & set(fz.__all__)
     code = (
         "import functionalize as fz; plan, lazy = fz.plan, fz.lazy; "
-        "import functionalize.deferral.lazy, functionalize.sweep.plan; "
+        "import functionalize.deferral.lazy, functionalize.planner.sweep.plan; "
         "print(fz.plan is plan, fz.lazy is lazy, callable(plan), callable(lazy))"
     )
     assert output(code) == "True True True True"

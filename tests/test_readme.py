@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 import functionalize as fz
 from functionalize import errors
-from tests.cli.entry import Command, command
 from tests.fsdp.table import PART, table
+from tests.planner.cli.entry import Command, command
 
 __all__ = ["command"]  # a fixture
 ROOT = Path(__file__).parents[1]

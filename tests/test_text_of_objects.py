@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import functionalize as fz
-from functionalize.planning.machines.presets import MACHINES
-from functionalize.planning.report.partings import Parting
-from functionalize.tuning.policy import EagerPolicy, LayerPolicy
+from functionalize.cost.machines.presets import MACHINES
+from functionalize.planner.report.partings import Parting
+from functionalize.planner.tuning.policy import EagerPolicy, LayerPolicy
 from tests.steps import make_step
 
 

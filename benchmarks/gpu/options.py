@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from functionalize.fake_world.target import Target
+from functionalize.planner.fake_world.target import Target
 
 _MACHINES = {8: "a100", 9: "h100", 10: "b200"}
 

@@ -3,7 +3,7 @@
     attention backward, flash, bfloat16, head size 64: peak      12,582,912 bytes      12,599,296 bytes
 
 Outputs, temporaries and scratch: what differs is what an op allocates inside itself and no table has
-(`planning/scratch`), or what the plan assumes otherwise (cuDNN's recurrent layers). Requested bytes. A call runs twice
+(`planner/scratch`), or what the plan assumes otherwise (cuDNN's recurrent layers). Requested bytes. A call runs twice
 before it is measured.
 """
 
@@ -22,7 +22,7 @@ import functionalize as fz
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.options import Options
 from benchmarks.gpu.rows import Prediction, Rows, words
-from functionalize.planning.timeline.timeline import BEFORE
+from functionalize.planner.timeline.timeline import BEFORE
 
 Call = Callable[[], Any]
 _CALLS = 2  # before the one that is measured: libraries set themselves up

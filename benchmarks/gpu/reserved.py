@@ -25,7 +25,7 @@ from benchmarks.gpu.device import Device
 from benchmarks.gpu.options import Options
 from benchmarks.gpu.rows import Prediction, Rows
 from benchmarks.step_time import SUBJECTS, Subject
-from functionalize.planning.allocator.allocator import Settings, fsdp2_streams, simulate
+from functionalize.planner.allocator.allocator import Settings, fsdp2_streams, simulate
 
 _SEED, _EVENTS = 5, 400  # of three streams; sizes of a few kinds, so that blocks are used again
 DEFAULT = "streams: reserved on the default stream"

@@ -35,7 +35,7 @@ from benchmarks.gpu.options import Options
 from benchmarks.gpu.rows import Prediction, Rows, words
 from benchmarks.step_time import SUBJECTS, WAYS, Step, Subject
 from functionalize.errors import TargetError
-from functionalize.fake_world.target import Target
+from functionalize.planner.fake_world.target import Target
 
 EAGER, AGAIN = "eager", "eager again"
 LEVELS = ("requested", "allocated", "reserved")

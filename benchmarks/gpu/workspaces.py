@@ -1,4 +1,4 @@
-"""Memory that a library keeps once it is used: the constants of `planning/machines/constants.py`, in a fresh process.
+"""Memory that a library keeps once it is used: the constants of `planner/machines/constants.py`, in a fresh process.
 
     CUDA context and libraries                      at most 524,288,000 bytes
     cuBLAS workspace, first product                 33,554,432 bytes
@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.options import Options
 from benchmarks.gpu.rows import Prediction, Rows
-from functionalize.planning.machines.constants import declared
+from functionalize.planner.machines.constants import declared
 
 CONTEXT, NCCL = "CUDA context and libraries", "NCCL communicator of one rank"
 FIRST, SECOND = (

@@ -24,9 +24,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from functionalize.cost.categories import Category
 from functionalize.ir.inputs import Call
 from functionalize.ir.scalars import NUMBER_DTYPES
-from functionalize.planning.timeline.timeline import Category
 from functionalize.scalars.live_scalars import as_live, plain, settled
 
 _SHARED = "uniform triangular"

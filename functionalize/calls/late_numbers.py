@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from functionalize._compat.graphs import pytree
+from functionalize.cost.categories import Category
 from functionalize.errors import UncapturableError
 from functionalize.ir.guards import NumberGuard
 from functionalize.ir.inputs import Call
 from functionalize.ir.scalars import Applied, ScalarInput, bottom_up, evaluated
-from functionalize.planning.timeline.timeline import Category
 from functionalize.scalars.live_scalars import is_live
 
 

@@ -28,9 +28,9 @@ from functionalize.calls.call_arguments import ArgumentForm, CallArguments
 from functionalize.calls.call_log import CallRecorder, CallTarget
 from functionalize.calls.doors import Repeated
 from functionalize.calls.late_numbers import LateNumber
+from functionalize.cost.categories import Category
 from functionalize.ir.inputs import Call
 from functionalize.ir.scalars import NUMBER_DTYPES
-from functionalize.planning.timeline.timeline import Category
 from functionalize.scalars.live_scalars import as_live, is_live, left_behind
 from functionalize.util.text import with_article
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from functionalize._compat.fsdp import fsdp_lazy_init, fsdp_state_of
+from functionalize.cost.categories import Category
 from functionalize.fsdp.contract import MOVED, Handling, is_writable, names
 from functionalize.ir.inputs import Call
-from functionalize.planning.timeline.timeline import Category
 from functionalize.util.unchanged import Unchanged
 
 # Types of numbers, names and dtypes: compared by value, and saved as they are.

@@ -24,8 +24,8 @@ from functionalize.calls.draws import (
     stand_in,
 )
 from functionalize.calls.own_generators import is_own
+from functionalize.cost.categories import Category
 from functionalize.ir.inputs import Call
-from functionalize.planning.timeline.timeline import Category
 from functionalize.recorder.recorder import Recorder
 from functionalize.util.number_uses import any_needs_exact
 from functionalize.util.unchanged import Unchanged

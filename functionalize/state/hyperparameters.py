@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from functionalize.calls.late_numbers import LateNumber
+from functionalize.cost.categories import Category
 from functionalize.ir.inputs import Call
 from functionalize.ir.scalars import NUMBER_DTYPES
-from functionalize.planning.timeline.timeline import Category
 from functionalize.scalars.live_scalars import as_live, is_live, plain
 from functionalize.util.reading import (
     elements_of,

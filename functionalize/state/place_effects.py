@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from functionalize.cost.categories import Category
 from functionalize.ir.inputs import Call
-from functionalize.planning.timeline.timeline import Category
 from functionalize.state.hyperparameters import number_tensor
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.live_places import content, is_absent, put

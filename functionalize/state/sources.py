@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from functionalize._compat.references import address
+from functionalize.cost.categories import Category, category_of
 from functionalize.fsdp.objects import fsdp_parameters, fsdp_slots, fsdp_tensors
 from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.inputs import Argument, Call, Source, watch
-from functionalize.planning.timeline.categories import category_of
-from functionalize.planning.timeline.timeline import Category
 from functionalize.util.reading import elements_of, entry_of, is_a, item_of, items_of
 from functionalize.util.tensor_wrappers import is_no_wrapper, local_tensor, plain_tensors_by_path
 from functionalize.util.unchanged import Unchanged

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from functionalize.cost.categories import Category
 from functionalize.discharge.epilogue_actions import actions_of
 from functionalize.discharge.rules.views import straight
 from functionalize.discharge.storage import FunctionalStorage
@@ -28,7 +29,6 @@ from functionalize.ir.inputs import Call, InputSpec, Source
 from functionalize.ir.ops import Geometry
 from functionalize.ir.outputs import OutputRole, SourceItself
 from functionalize.ir.scalars import ScalarInput, evaluated
-from functionalize.planning.timeline.timeline import Category
 from functionalize.program.printer import node_text
 from functionalize.program.program import Program
 from functionalize.recorder.builder import Builder

@@ -288,8 +288,14 @@ def _is_torchs(value: Any) -> bool:
     return type(value) is not types.FunctionType or str(module).partition(".")[0] in _TORCHS
 
 
+_BY_DYNAMO = (
+    "manual_seed",
+)  # it replaces these for good when it is imported, as the first recording does
 # What stood in the namespaces at the import, without functions that others had put there.
-_FIRST = {name: {k: v for k, v in s.items() if _is_torchs(v)} for name, s in _SPACES.items()}
+_FIRST = {
+    name: {k: v for k, v in s.items() if _is_torchs(v) and k not in _BY_DYNAMO}
+    for name, s in _SPACES.items()
+}
 
 
 # What other packages put there by themselves, and the value of the last line in an interactive session.

@@ -26,8 +26,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from functionalize._compat.dispatch import is_traceable_wrapper_subclass
 from functionalize._compat.distributed import is_dtensor_class
+from functionalize.cost.categories import Category
 from functionalize.ir.inputs import Call
-from functionalize.planning.timeline.timeline import Category
 from functionalize.util.by_class import by_class
 from functionalize.util.own_values import OWN_VALUES
 from functionalize.util.packages import is_standard, is_users

@@ -82,7 +82,7 @@ def test_predictions_for_a_gpu_are_made_without_one() -> None:
 
 
 def test_tests_that_need_a_gpu_are_found() -> None:
-    names = {"tests/calibration/test_calibrate.py", "tests/passes/test_offload.py"}
+    names = {"tests/planner/calibration/test_calibrate.py", "tests/passes/test_offload.py"}
     assert set(suite.files(small=True)) == names
     assert {*names, "tests/run/test_cudagraphs.py"} <= set(suite.files(small=False))
 

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import functionalize as fz
 from functionalize._compat.fakes import DataDependentOutputException, FakeTensorMode
 from functionalize.errors import UncapturableError
-from functionalize.fake_world.world import WorldMode
 from functionalize.ir.fake_mode import fake_like, fake_mode
+from functionalize.planner.fake_world.world import WorldMode
 from tests.discharge.eager import same_as_eager
 
 aten = torch.ops.aten

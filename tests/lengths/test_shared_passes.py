@@ -14,8 +14,8 @@ from torch import Tensor
 
 import functionalize as fz
 from functionalize import passes
+from functionalize.cost.liveness import Liveness
 from functionalize.passes.base import Pass
-from functionalize.planning.timeline.liveness import Liveness
 from functionalize.program.known_inputs import KnownInputs
 from functionalize.step import pass_schedule
 from functionalize.templates.leaves import leaves_of

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import functionalize as fz
+from functionalize.cost.liveness import Liveness
 from functionalize.passes.patterns import collectives
-from functionalize.planning.timeline.liveness import Liveness
 from tests.passes.chains import aten, reduce, unshard
 
 MB = 1 / 2**20  # of a byte

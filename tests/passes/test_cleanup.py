@@ -11,8 +11,8 @@ import functionalize.passes.views as views
 from examples.compare import assert_bitwise_equal, run_eager, run_trace
 from examples.programs import PROGRAMS
 from functionalize import passes
+from functionalize.cost.liveness import Liveness
 from functionalize.passes.graph_modules import program_of
-from functionalize.planning.timeline.liveness import Liveness
 from tests.fsdp import models, steps
 from tests.fsdp.twins import compare_twins
 from tests.ranks import run_on_ranks

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import functionalize as fz
 from examples.resize_program import values
 from functionalize import passes
+from functionalize.cost.liveness import Liveness
 from functionalize.passes import DropDeadCode, MergeDuplicates
 from functionalize.passes.merge_duplicates import Numbers
-from functionalize.planning.timeline.liveness import Liveness
 from tests.passes.helpers import count, graph_text, rewrite
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional

@@ -13,12 +13,12 @@ from torch import Tensor, fx
 import functionalize as fz
 from functionalize import passes
 from functionalize._compat.fakes import FakeTensorMode
+from functionalize.cost.decide.saved import forwards, saved_values
+from functionalize.cost.liveness import Liveness
 from functionalize.errors import PassError
 from functionalize.passes import Offload
 from functionalize.passes.metadata import set_value
 from functionalize.passes.offload import Journeys, send
-from functionalize.planning.decide.saved import forwards, saved_values
-from functionalize.planning.timeline.liveness import Liveness
 from tests.passes.helpers import count, seen
 
 aten = torch.ops.aten

@@ -6,12 +6,12 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
+from functionalize.cost.decide.ordering import Constraints, Schedule, Uses
+from functionalize.cost.liveness import Liveness
 from functionalize.ir.waits import WAIT
 from functionalize.passes.metadata import set_value
 from functionalize.passes.overlap import overlapped
 from functionalize.passes.patterns import is_collective
-from functionalize.planning.decide.ordering import Constraints, Schedule, Uses
-from functionalize.planning.timeline.liveness import Liveness
 from tests.passes.layers import traced_step
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
 from functionalize import passes
+from functionalize.cost.liveness import Liveness
 from functionalize.errors import PassError
 from functionalize.ir.generators import is_random
 from functionalize.passes import Remat
-from functionalize.planning.timeline.liveness import Liveness
 from tests.fsdp.twins import Verdict, compare_twins
 from tests.passes.helpers import count, rewrite, seen
 from tests.ranks import run_on_ranks

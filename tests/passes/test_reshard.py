@@ -10,13 +10,13 @@ from torch import nn
 
 import functionalize as fz
 from functionalize import passes
+from functionalize.cost.decide.ordering import Schedule, Uses
+from functionalize.cost.liveness import Liveness
 from functionalize.errors import PassError
 from functionalize.ir.phases import phase_of
 from functionalize.passes import Reshard
 from functionalize.passes.overlap import scratch_in
 from functionalize.passes.patterns import gathers
-from functionalize.planning.decide.ordering import Schedule, Uses
-from functionalize.planning.timeline.liveness import Liveness
 from tests.fsdp import steps
 from tests.fsdp.features import FEATURES
 from tests.fsdp.models import Net, wrapped

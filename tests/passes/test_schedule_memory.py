@@ -12,11 +12,11 @@ from torch._subclasses import FakeTensorMode
 
 import functionalize as fz
 from functionalize import passes
+from functionalize.cost.decide.ordering import Constraints, Schedule, Uses
+from functionalize.cost.liveness import Liveness
 from functionalize.ir.commit import commit, is_commit
 from functionalize.passes import ScheduleMemory
 from functionalize.passes.metadata import set_value
-from functionalize.planning.decide.ordering import Constraints, Schedule, Uses
-from functionalize.planning.timeline.liveness import Liveness
 from tests.laws.counting import SLACK, calls
 from tests.passes.chains import feature, reduce, traced, unshard
 from tests.passes.helpers import rewrite

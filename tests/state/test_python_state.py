@@ -26,7 +26,7 @@ from functionalize.errors import UncapturableError
 from functionalize.ir.inputs import Call
 from functionalize.state.python_state import SurroundingsGuard
 from functionalize.walk.discovery import walked
-from tests.fake_world.worlds import Twins
+from tests.planner.fake_world.worlds import Twins
 
 pytestmark = pytest.mark.usefixtures("ample_allowance")
 

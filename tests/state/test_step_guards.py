@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import functionalize as fz
 from functionalize.ir.inputs import Call
 from functionalize.util.structure import flatten
-from tests.fake_world.worlds import Twins, World, batch, train
+from tests.planner.fake_world.worlds import Twins, World, batch, train
 
 pytestmark = pytest.mark.usefixtures("ample_allowance")
 

@@ -17,7 +17,17 @@ import functionalize as fz
 from functionalize.errors import FunctionalizeError, InvariantError, PassError, UncapturableError
 from functionalize.recorder.patches import PATCHES
 from functionalize.util.gc_pause import only_young_collections
-from tests.fake_world.worlds import (
+from tests.faults import (
+    Tripwire,
+    fault_of,
+    interrupt,
+    ops_of_replay,
+    raising,
+    surroundings,
+)
+from tests.fsdp.twins import differences, state_of
+from tests.leftovers import leftovers
+from tests.planner.fake_world.worlds import (
     AGAIN,
     LIVE,
     OTHER,
@@ -29,16 +39,6 @@ from tests.fake_world.worlds import (
     batch,
     train,
 )
-from tests.faults import (
-    Tripwire,
-    fault_of,
-    interrupt,
-    ops_of_replay,
-    raising,
-    surroundings,
-)
-from tests.fsdp.twins import differences, state_of
-from tests.leftovers import leftovers
 
 pytestmark = pytest.mark.usefixtures("ample_allowance")
 

@@ -16,7 +16,7 @@ import functionalize as fz
 from functionalize import passes
 from functionalize._compat.distributed import fake_process_group
 from functionalize.errors import UnsupportedOpError
-from functionalize.planning.time.communication import communication
+from functionalize.planner.time.communication import communication
 from functionalize.program.collective_order import sequences
 from tests.steps import make_step
 

@@ -1,0 +1,1 @@
+"""The machines that are planned for: their rates and their memory."""

@@ -1,0 +1,336 @@
+"""The commands and their options; the other files of this folder implement them.
+
+@command(Source)
+def opt(out: Out, job: Job, pipeline: Pipeline, ...): ...        `command` adds --build, --world, --json, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from importlib.metadata import version
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any
+
+import typer
+
+from functionalize.cost.machines.presets import MACHINES
+from functionalize.errors import UsageError
+from functionalize.planner.cli import calibrate as calibrate_command
+from functionalize.planner.cli import graphs
+from functionalize.planner.cli import memory as memory_command
+from functionalize.planner.cli import plan as plan_command
+from functionalize.planner.cli import tune as tune_command
+from functionalize.planner.cli.compare import compare
+from functionalize.planner.cli.console import Out, run
+from functionalize.planner.cli.options import (
+    AllocConf,
+    Build,
+    Debug,
+    Inputs,
+    Json,
+    Limit,
+    Machine,
+    Mesh,
+    Passes,
+    Pipeline,
+    Price,
+    Rank,
+    Script,
+    Set,
+    Source,
+    Step,
+    Target,
+    Tokens,
+    World,
+    file_option,
+)
+from functionalize.planner.cli.recorded import Job
+from functionalize.planner.cli.scripts import FunctionNames, assignments, axes, nbytes, training
+from functionalize.planner.cli.scripts import mesh as sizes
+
+app = typer.Typer(
+    name="functionalize",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _size(text: str | None) -> int | None:
+    """The bytes of `--limit`: a size, or the memory of a machine."""
+    if text is None or text not in MACHINES:
+        return nbytes(text) if text is not None else None
+    memory = MACHINES[text].memory
+    if memory is None:
+        raise UsageError(f"--limit {text}: this machine has no memory of its own; write a size")
+    return memory
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"functionalize {version('functionalize')}, torch {version('torch')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options_of_all(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_version, help="Print and end."),
+    ] = False,
+) -> None:
+    """Record a training step as one graph, in a world of any size on this machine: look at it, plan it."""
+
+
+def _job(
+    source: str,
+    build: Build = "build",
+    step: Step = "step",
+    inputs: Inputs = None,
+    set_: Set = None,
+    world: World = None,
+    mesh: Mesh = None,
+    rank: Rank = 0,
+    target: Target = "cuda",
+) -> Job:
+    """The job described by the options on the script and the world."""
+    names = FunctionNames(build, step, inputs)
+    mesh_sizes = sizes(mesh) if mesh is not None else None
+    return Job(source, names, assignments(set_ or ()), world, mesh_sizes, rank, target)
+
+
+def _printed(as_json: Json = False, debug: Debug = False) -> None:
+    """The options on output."""
+
+
+def command(source: Any) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
+    """A decorator that registers a command of `app` with its own options, those of `_job` and those of `_printed`.
+
+    source: the annotation of the command's first argument. The function is called with the `Out`, the `Job` and its own
+    options.
+    """
+
+    def registered(function: Callable[..., int | None]) -> Callable[..., None]:
+        _, _, *own = _options(function)
+        first, *shared = _options(_job)
+
+        @wraps(function)
+        def main(as_json: bool, debug: bool, **values: Any) -> None:
+            of_job = {option.name: values.pop(option.name) for option in (first, *shared)}
+            run(lambda out: function(out, _job(**of_job), **values), as_json, debug)
+
+        options = [first.replace(annotation=source), *own, *shared, *_options(_printed)]
+        main.__signature__ = Signature(options)  # type: ignore[attr-defined]
+        app.command()(main)
+        return main
+
+    return registered
+
+
+def _options(function: Callable[..., Any]) -> list[Parameter]:
+    """The parameters of a function, keyword-only as typer needs them."""
+    found = signature(function, eval_str=True).parameters.values()
+    return [each.replace(kind=Parameter.KEYWORD_ONLY) for each in found]
+
+
+@command(Script)
+def capture(
+    out: Out,
+    job: Job,
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", metavar="FILE.fzp", help="Write the graph.")
+    ] = None,
+) -> None:
+    """Record the step of a script in a fake world, and say what was recorded.
+
+    The file has the graph, shapes, modules and lines, for show, opt and memory. It cannot be replayed on a model:
+    CapturedStep.save writes what can be.
+
+    Example: [bold]functionalize capture train.py --world 64 --set layers=4 -o step.fzp[/]
+    """
+    graphs.capture(out, job, output)
+
+
+@command(Source)
+def show(
+    out: Out,
+    job: Job,
+    module: Annotated[
+        str | None,
+        typer.Option(metavar="GLOB", help="Ops of these modules: blocks.0, *.attention."),
+    ] = None,
+    phase: Annotated[
+        str | None, typer.Option(metavar="NAME", help="forward, backward, recompute, optimizer.")
+    ] = None,
+    grep: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Ops whose line has this text.")
+    ] = None,
+    backward_of: Annotated[
+        str | None, typer.Option(metavar="NODE", help="Ops of the backward of this forward op.")
+    ] = None,
+    tape: Annotated[
+        bool, typer.Option("--tape", help="Autograd's nodes in their order, not the graph.")
+    ] = False,
+    png: Annotated[
+        str | None, file_option("FILE.png", "With --tape: a picture (or .svg, .pdf).")
+    ] = None,
+    passes: Passes = None,
+) -> None:
+    """Print the graph of a step, all of it or the part of a module, a phase, a text, the backward of one op.
+
+    Example: [bold]functionalize show step.fzp --module blocks.0 --phase backward[/]
+    """
+    keep = graphs.Filter(module, phase, grep, backward_of)
+    if tape:
+        graphs.show_tape(out, job, keep, png, passes)
+    elif png is not None:
+        raise UsageError("--png draws the tape: add --tape")
+    else:
+        graphs.show(out, job, keep, passes)
+
+
+@command(Source)
+def opt(
+    out: Out,
+    job: Job,
+    pipeline: Pipeline,
+    diff: Annotated[bool, typer.Option("--diff", help="What changed, as a unified diff.")] = False,
+) -> None:
+    """Run passes on the graph of a step: what each did, nodes and peak before and after.
+
+    Example: [bold]functionalize opt step.fzp default --diff[/]
+    """
+    graphs.opt(out, job, pipeline, diff)
+
+
+@command(Source)
+def memory(
+    out: Out,
+    job: Job,
+    top: Annotated[int, typer.Option(min=0, metavar="K", help="Rows of each table.")] = 10,
+    of: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Whose peak is broken down: eager or program."),
+    ] = None,
+    passes: Passes = None,
+    limit: Limit = None,
+    alloc_conf: AllocConf = "",
+    machine: Machine = None,
+    png: Annotated[str | None, file_option("FILE.png", "A picture (or .svg, .pdf).")] = None,
+    html: Annotated[str | None, file_option("FILE.html", "A page that works offline.")] = None,
+    snapshot: Annotated[
+        str | None, file_option("FILE.pickle", "For PyTorch's memory viewer.")
+    ] = None,
+    trace: Annotated[
+        str | None, file_option("FILE.json", "For Perfetto: schedule and memory.")
+    ] = None,
+    time_axis: Annotated[
+        bool, typer.Option("--time-axis", help="The picture over modelled time, not over events.")
+    ] = False,
+) -> int:
+    """What a step holds at its peak: by category, module, op and line; whether it fits.
+
+    Ends with 1 if it does not fit in --limit.
+
+    Example: [bold]functionalize memory train.py --world 64 --limit 80GB --png memory.png[/]
+    """
+    given = (top, of, passes, machine, alloc_conf, _size(limit))
+    files = (png, html, snapshot, trace)
+    options = memory_command.MemoryOptions(*given, *files, time_axis)
+    return memory_command.memory(out, job, options)
+
+
+@command(Script)
+def plan(
+    out: Out,
+    job: Job,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=1,2,4", help="The values of one key; repeatable, all combinations."
+        ),
+    ] = None,
+    largest: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Search the largest that fits in --limit.")
+    ] = None,
+    limit: Limit = None,
+    passes: Passes = None,
+    alloc_conf: AllocConf = "",
+    machine: Machine = None,
+    tokens: Tokens = None,
+    price: Price = None,
+    csv: Annotated[str | None, file_option("FILE.csv", "The table, numbers as they are.")] = None,
+    trace: Annotated[
+        str | None, file_option("FILE.json", "For Perfetto: schedule and memory.")
+    ] = None,
+) -> int:
+    """Plan a step at every point of a grid: memory, traffic, modelled time.
+
+    Keys: world, mesh, rank, target, reshard, checkpoint, passes, machine, alloc_conf; any other goes to build,
+    inputs or step.
+
+    Example: [bold]functionalize plan train.py --grid world=64,1024 --grid batch=1,2,4 --largest batch --limit 80GB[/]
+    """
+    size = _size(limit)
+    options = plan_command.PlanOptions(
+        axes(grid),
+        passes,
+        machine,
+        alloc_conf or None,
+        largest,
+        size,
+        csv,
+        trace,
+        training(tokens, price),
+    )
+    return plan_command.plan(out, job, options)
+
+
+app.command()(compare)
+app.command("calibrate")(calibrate_command.command)
+
+
+@command(Script)
+def tune(
+    out: Out,
+    job: Job,
+    limit: Limit = None,
+    batch_tokens: Annotated[
+        str | None, typer.Option(metavar="COUNT", help="Of a step on all ranks: 1M, 524_288.")
+    ] = None,
+    batches: Annotated[
+        str | None, typer.Option(metavar="1,2,4", help="Of a rank and microbatch.")
+    ] = None,
+    tp: Annotated[
+        str | None, typer.Option(metavar="2,4,8", help="Sizes of tensor parallelism to try, too.")
+    ] = None,
+    offload: Annotated[
+        bool | None,
+        typer.Option(
+            "--offload/--no-offload", help="The only value of it to try.", show_default="both"
+        ),
+    ] = None,
+    passes: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PIPELINE", help="To run on the best's program; repeatable."),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, metavar="K", help="Settings to plan whole.")] = 1,
+    alloc_conf: AllocConf = "",
+    machine: Machine = None,
+    tokens: Tokens = None,
+    price: Price = None,
+    code: Annotated[
+        str | None, file_option("FILE.py", "Write the policy, to apply to a model.")
+    ] = None,
+) -> None:
+    """Search the configuration with the most tokens per second that fits in --limit, and print it as code.
+
+    Example: [bold]functionalize tune train.py --world 64 --limit h100 --batch-tokens 1M --code policy.py[/]
+    """
+    run, size = training(tokens, price), _size(limit)
+    conf = alloc_conf or None
+    given = (size, batch_tokens, batches, passes, top, machine, conf, tp, run, code, offload)
+    tune_command.tune(out, job, tune_command.TuneOptions(*given))

@@ -1,0 +1,1 @@
+"""Machines in files, and the memory of a device that torch's allocator does not see."""

@@ -1,0 +1,194 @@
+"""A recorded step compared with its plan: what was foretold, what was allocated, and the ops where they part.
+
+    with fz.world(64): ...                                     planned = step.memory
+    recorded = fz.record_memory(train_step); recorded(batch)   on real tensors, one call
+    print(planned.against(recorded.memory).text())
+
+        planned     mm [64 KiB]  relu [64 KiB]                    mm [16 KiB]
+        recorded    mm [64 KiB]  relu [64 KiB]  clone [64 KiB]    mm [16 KiB]
+                                                └ parted: 64 KiB more than planned
+
+Ops are compared by their names and the sizes of the storages that they allocate, and that are freed until the next
+op that allocates, in the order in which they ran. Op scratch is left out: a recording of eager does not see it.
+Invariant: the ops that are alike and those of the partings are all ops that allocate. Close to linear where few differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import groupby
+from typing import NamedTuple
+
+from functionalize.cost.categories import Category
+from functionalize.planner.report.memory_text import signed
+from functionalize.planner.timeline.timeline import BEFORE, Op, Timeline
+from functionalize.util.text import human_bytes
+
+_SEARCHED = 2_000  # ops of each run, at most, in which a shift is looked for
+
+
+class AllocatingOp(NamedTuple):
+    """An op that allocates, and what is freed from it on, until the next one.
+
+    sizes: bytes of the storages that it allocates, in order; freed: of those that are freed, in ascending order.
+    at: its index in the timeline; `BEFORE` for what is freed before the first one.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    freed: tuple[int, ...]
+    at: int
+
+    @property
+    def nbytes(self) -> int:
+        """The change of the live bytes, up to the next op that allocates."""
+        return sum(self.sizes) - sum(self.freed)
+
+
+class Parting(NamedTuple):
+    """Consecutive ops that differ. planned, recorded: those of each run between two ops that are alike."""
+
+    planned: Sequence[AllocatingOp]
+    recorded: Sequence[AllocatingOp]
+
+    def __repr__(self) -> str:
+        ops = f"{len(self.planned)} ops planned, {len(self.recorded)} recorded"
+        return f"<Parting: {ops}, {self.nbytes:+,} bytes>"
+
+    @property
+    def nbytes(self) -> int:
+        """The live bytes that its ops add more than planned."""
+        return sum(op.nbytes for op in self.recorded) - sum(op.nbytes for op in self.planned)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Partings:
+    """Two runs of a step compared. alike: the number of ops that allocate the same.
+
+    partings: where they differ, in the order of the step.
+    """
+
+    planned: Timeline
+    recorded: Timeline
+    alike: int
+    partings: Sequence[Parting]
+
+    def __repr__(self) -> str:
+        return f"<Partings: {self.alike} ops alike, {len(self.partings)} partings>"
+
+    def __str__(self) -> str:
+        return self.text()
+
+    @staticmethod
+    def of(planned: Timeline, recorded: Timeline) -> Partings:
+        """Compare two timelines of eager."""
+        one, other = list(_allocating(planned)), list(_allocating(recorded))
+        start, end = _ends(one, other)
+        blocks = _blocks(one[start : len(one) - end], other[start : len(other) - end])
+        found = [Parting(a, b) for a, b in blocks]
+        return Partings(planned, recorded, len(one) - sum(len(p.planned) for p in found), found)
+
+    @property
+    def before(self) -> tuple[int, int]:
+        """The bytes that were there before the step: as planned, as recorded."""
+        return _before(self.planned), _before(self.recorded)
+
+    def text(self, k: int = 10) -> str:
+        """What is alike and where they part. k: the number of partings that are shown, the largest of them."""
+        pairs = (("before the step", *self.before), ("peak", self.planned.peak, self.recorded.peak))
+        lines = [f"{'':<17}{'planned':>10}{'recorded':>10}{'difference':>12}"]
+        for name, one, other in pairs:
+            both = f"{human_bytes(one):>10}{human_bytes(other):>10}"
+            lines.append(f"{name:<17}{both}{signed(other - one):>12}")
+        lines.append(f"{self.alike:,} ops allocate as planned")
+        largest = sorted(self.partings, key=lambda each: -_size(each))[:k]
+        for each in sorted(largest, key=self.partings.index):
+            lines.append(f"parted: {signed(each.nbytes)}")
+            lines += [f"  planned   {_described(op, self.planned)}" for op in each.planned[:3]]
+            lines += [f"  recorded  {_described(op, self.recorded)}" for op in each.recorded[:3]]
+            left = max(len(each.planned) - 3, 0) + max(len(each.recorded) - 3, 0)
+            lines += [f"  and {left} ops more"] if left else []
+        if len(self.partings) > k:
+            lines.append(f"and {len(self.partings) - k} partings more")
+        return "\n".join(lines)
+
+
+def _allocating(timeline: Timeline) -> Iterator[AllocatingOp]:
+    """The ops that allocate, in order, without scratch."""
+    at, sizes, freed = BEFORE, list[int](), list[int]()
+    for event in timeline.events:
+        if event.allocation.category in (Category.SCRATCH, Category.RNG_STATE):
+            continue
+        if event.made and event.op != BEFORE:
+            if event.op != at:
+                yield from _closed(timeline, at, sizes, freed)
+                at, sizes, freed = event.op, [], []
+            sizes.append(event.allocation.nbytes)
+        elif not event.made:
+            freed.append(event.allocation.nbytes)
+    yield from _closed(timeline, at, sizes, freed)
+
+
+def _closed(
+    timeline: Timeline, at: int, sizes: list[int], freed: list[int]
+) -> Iterator[AllocatingOp]:
+    """The op, if it allocates or frees anything."""
+    if sizes or freed:
+        name = "the start of the step" if at == BEFORE else timeline.ops[at].name
+        name = name.removeprefix("aten.").removesuffix(".default")
+        yield AllocatingOp(name, tuple(sizes), tuple(sorted(freed)), at)
+
+
+def _before(timeline: Timeline) -> int:
+    return sum(event.nbytes for event in timeline.events if event.op == BEFORE)
+
+
+def _ends(one: Sequence[AllocatingOp], other: Sequence[AllocatingOp]) -> tuple[int, int]:
+    """The number of ops that are alike at the beginning, and at the end after these."""
+    most = min(len(one), len(other))
+    start = next((i for i in range(most) if one[i][:3] != other[i][:3]), most)
+    back = (i for i in range(most - start) if one[-1 - i][:3] != other[-1 - i][:3])
+    return start, next(back, most - start)
+
+
+def _blocks(
+    one: Sequence[AllocatingOp], other: Sequence[AllocatingOp]
+) -> Iterator[tuple[Sequence[AllocatingOp], Sequence[AllocatingOp]]]:
+    """The stretches of ops that differ."""
+    if max(len(one), len(other)) > _SEARCHED:  # a search is quadratic: op by op, without shifts
+        same = [a[:3] == b[:3] for a, b in zip(one, other, strict=False)]
+        least = len(same)
+        for alike, places in groupby(range(least), key=same.__getitem__):
+            found = list(places)
+            if not alike:
+                cut = slice(found[0], found[-1] + 1)
+                yield one[cut], other[cut]
+        if len(one) != len(other):
+            yield one[least:], other[least:]
+        return
+    matcher = SequenceMatcher(None, [a[:3] for a in one], [b[:3] for b in other], autojunk=False)
+    for tag, a, b, c, d in matcher.get_opcodes():
+        if tag != "equal":
+            yield one[a:b], other[c:d]
+
+
+def _size(parting: Parting) -> int:
+    """All bytes of a parting, by which a report orders them."""
+    return sum(sum(op.sizes) + sum(op.freed) for op in (*parting.planned, *parting.recorded))
+
+
+def _described(op: AllocatingOp, timeline: Timeline) -> str:
+    """`12: mm allocates 64.0 KiB, frees 1.00 KiB; forward, layers.0, train.py:31, in step: ...`."""
+    sizes = (
+        f"{verb} {' + '.join(map(human_bytes, each))}"
+        for verb, each in (("allocates", op.sizes), ("frees", op.freed))
+        if each
+    )
+    what = f"{op.name} {', '.join(sizes)}"
+    if op.at == BEFORE:
+        return what
+    found: Op = timeline.ops[op.at]
+    where = ", ".join(part for part in (found.phase, found.module, found.line) if part)
+    return f"{op.at}: {what}; {where}"

@@ -1,0 +1,1 @@
+"""What kernels of GPUs allocate inside themselves."""

@@ -1,0 +1,134 @@
+"""The figures of one planned point: its memory, its traffic, its work and its modelled time.
+
+    figures = Figures.of(program, memory, machine)      inside the world of the program
+    figures.row                                         all of them as numbers, found at once
+    figures.program_peak, figures.program               found when they are asked for
+
+Invariant: fake values are made inside the world, whose target decides on dtypes; outside of it, those that are
+missing are made from descriptions of values there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from functionalize.cost.machines.machine import Machine
+from functionalize.planner.allocator.alloc_conf import Settings
+from functionalize.planner.lifetimes.step_memory import StepMemory
+from functionalize.planner.machines.constants import declared
+from functionalize.planner.report.memory import Memory
+from functionalize.planner.report.memory_figures import PROGRAM
+from functionalize.planner.sweep.columns import levels_row
+from functionalize.planner.sweep.training import Items
+from functionalize.planner.time.call_costs import Costs, call_costs
+from functionalize.planner.time.communication import Traffic, communication, members_of
+from functionalize.planner.time.compute import Work, compute
+from functionalize.planner.time.step_time import StepTime, step_time, time_range
+from functionalize.program.program import Program
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Figures:
+    """The figures of one point.
+
+    machine: the machine whose times are modelled. members: process group -> its ranks.
+    items: what a rank trains on; None if that is not known. replay: whether the host replays the program.
+    """
+
+    _program: Program
+    memory: Memory
+    machine: Machine
+    members: Mapping[str, Sequence[int]]
+    items: Items | None = None
+    replay: bool = False
+
+    def __repr__(self) -> str:
+        return f"<Figures: {self.memory!r}, {self.time!r}>"
+
+    @staticmethod
+    def of(
+        program: Program,
+        recorded: StepMemory,
+        machine: Machine,
+        alloc_conf: str = "",
+        items: Items | None = None,
+        replay: bool = False,
+    ) -> Figures:
+        """Must be called inside the world of the program."""
+        program.evaluate_for_costs()
+        members = members_of(program)
+        memory = memory_of(program, recorded, machine, members, alloc_conf)
+        return Figures(program, memory, machine, members, items, replay)
+
+    @property
+    def program(self) -> Program:
+        """The program of the step; its nodes have their `val`."""
+        self._program.evaluate()
+        return self._program
+
+    @cached_property
+    def traffic(self) -> list[Traffic]:
+        """The bytes that collectives send."""
+        return communication(self._program, self.members, self._costs)
+
+    @cached_property
+    def _costs(self) -> Costs:
+        return call_costs(self._program)
+
+    @cached_property
+    def work(self) -> list[Work]:
+        """The FLOPs and bytes of compute ops."""
+        return compute(self._program, self._costs)
+
+    @cached_property
+    def time(self) -> StepTime:
+        """The modelled time of a step."""
+        program, groups, costs = self._program, self.members, self._costs
+        return step_time(program, self.machine, groups=groups, replay=self.replay, costs=costs)
+
+    @cached_property
+    def time_range(self) -> tuple[float, float]:
+        """The modelled seconds at the high and at the low end of the ranges of the machine's efficiency."""
+        return time_range(self._program, self.time, self.members, self._costs)
+
+    @property
+    def times(self) -> dict[str, Any]:
+        """The range of the modelled time, in seconds, and the efficiencies from which it follows."""
+        fast, slow = self.time_range
+        return {"step fastest": fast, "step slowest": slow, "efficiency": self.time.where}
+
+    @cached_property
+    def row(self) -> dict[str, Any]:
+        """The figures as numbers, without the program's memory: bytes, FLOPs, seconds."""
+        return {
+            **levels_row(self.memory),
+            "collectives": sum(row.count for row in self.traffic),
+            "sent": sum(row.sent for row in self.traffic),
+            "flops": self.time.flops,
+            "step": self.time.seconds,
+            "exposed": self.time.exposed,
+            "mfu": self.time.mfu,
+            "throughput": self.throughput,
+            "nodes": self._program.nodes(),
+        }
+
+    @property
+    def program_peak(self) -> int:
+        """The most requested bytes of a replay; its timeline is made when it is first asked for."""
+        return self.memory.timeline(PROGRAM).peak
+
+    @property
+    def throughput(self) -> float | None:
+        """Items per second and rank, modelled; None where `inputs` returns no tensor."""
+        return self.items.rate(self.time.seconds) if self.items is not None else None
+
+
+def memory_of(
+    program: Program, recorded: StepMemory, machine: Machine, members: Sized, alloc_conf: str = ""
+) -> StepMemory:
+    """The memory of a step, with what a machine's context and process groups need. members: of its groups, by name."""
+    constants = declared(machine, len(members))
+    return recorded.after(program, constants, Settings.parse(alloc_conf))

@@ -1,1 +1,0 @@
-"""What kernels allocate inside themselves."""
