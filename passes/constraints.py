@@ -11,11 +11,14 @@ Invariant: an order with these constraints computes the same bits as that of the
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import cache
 from itertools import pairwise
+from typing import Any
 
+import torch
 from torch import fx
 
-from functionalize.analysis.aliases import Aliases, is_view, written_nodes
+from functionalize.analysis.aliases import is_view, written_nodes
 from functionalize.analysis.dead_code import is_impure
 from functionalize.cost.decide.ordering import Constraints, Schedule, Uses
 from functionalize.cost.liveness import Liveness, held_before
@@ -24,13 +27,15 @@ from functionalize.ir.commit import is_commit
 from functionalize.ir.generators import is_random
 from functionalize.ir.phases import FORWARD, in_backward, phase_of
 
+_OVERLOAD = type(torch.ops.aten.mm.default)
+
 
 def constraints_of(live: Liveness, apart: Collection[fx.Node] = ()) -> Constraints:
     """The constraints of a graph. apart: collectives that pass other effects, barriers and the commit excepted."""
-    effects = [n for n in live.nodes if is_effect(n, live)]
+    effects = effects_of(live)
     others = [n for n in effects if n not in apart]
     own = [n for n in effects if n in apart or n.target is BARRIER or is_commit(n)] if apart else []
-    chains = [[live.place[n] for n in c] for c in (others, own, *memory_chains(live.graph))]
+    chains = [[live.place[n] for n in c] for c in (others, own, *memory_chains(live))]
     walls = [live.place[n] for n in effects if is_commit(n)]
     return Constraints(Schedule(Uses.among(live), range(len(live.nodes))), chains, walls=walls)
 
@@ -51,19 +56,30 @@ def backwards(live: Liveness) -> list[range]:
     return found
 
 
-def is_effect(node: fx.Node, live: Liveness) -> bool:
-    """Whether a node must stay in order with its like, wherever its value is used.
+def effects_of(live: Liveness) -> list[fx.Node]:
+    """The nodes that must stay in order with one another, wherever their values are used.
 
     A wait need not, nor an op that writes memory of the graph alone: it stays in order with all on that memory.
     """
-    if node.op != "call_function" or is_wait(node):
-        return False
-    if is_random(node):
-        return True
-    written = written_nodes(node) if getattr(node.target, "namespace", "") == "aten" else []
-    if written and all(live.of[target] for _, target in written):
-        return False
-    return is_impure(node) or node.is_impure()
+    known: dict[Any, bool] = {}
+
+    def is_impure_for_torch(node: fx.Node) -> bool:
+        if not isinstance(node.target, _OVERLOAD):
+            return node.is_impure()
+        if node.target not in known:  # this does not depend on the arguments, and takes long
+            known[node.target] = node.is_impure()
+        return known[node.target]
+
+    def is_effect(node: fx.Node) -> bool:
+        if node.op != "call_function" or is_wait(node):
+            return False
+        written = written_nodes(node)
+        is_of_torch = getattr(node.target, "namespace", "") == "aten" and not is_random(node)
+        if written and is_of_torch and all(live.of[target] for _, target in written):
+            return False
+        return is_impure(node) or is_impure_for_torch(node) or is_random(node)
+
+    return [node for node in live.nodes if is_effect(node)]
 
 
 def is_wait(node: fx.Node) -> bool:
@@ -73,22 +89,27 @@ def is_wait(node: fx.Node) -> bool:
 
 def kind_of(node: fx.Node) -> str:
     """The name of a collective's op, or of a wait; else empty."""
-    if getattr(node.target, "namespace", "") != "_c10d_functional":
+    return _kind_of_op(node.target)
+
+
+@cache
+def _kind_of_op(target: Any) -> str:
+    if getattr(target, "namespace", "") != "_c10d_functional":
         return ""
-    return str(node.target).split(".")[1]
+    return str(target).split(".")[1]
 
 
-def memory_chains(graph: fx.Graph) -> list[list[fx.Node]]:
+def memory_chains(live: Liveness) -> list[list[fx.Node]]:
     """For each memory that an op writes, everything on it, and the waits of collectives that read it."""
-    aliases = Aliases(graph)
+    group_of = live.aliases.of
     written: dict[fx.Node, list[fx.Node]] = {}
-    for node in graph.nodes:
+    for node in live.graph.nodes:
         for _, target in written_nodes(node):
-            written.setdefault(aliases.of(target), [])
+            written.setdefault(group_of(target), [])
     if written:
-        for node in graph.nodes:
+        for node in live.graph.nodes:
             near = (node, *node.all_input_nodes, *held_before(node))
-            for group in dict.fromkeys(map(aliases.of, near)):
+            for group in dict.fromkeys(map(group_of, near)):
                 if group in written:
                     written[group].append(node)
     return list(written.values())

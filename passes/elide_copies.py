@@ -28,6 +28,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -46,7 +47,7 @@ from functionalize.ir.ops import Geometry, geometry_of
 from functionalize.passes.base import Pass
 from functionalize.passes.graph_modules import on_graph_module
 from functionalize.passes.metadata import revalue
-from functionalize.passes.views import erase_unused, is_plain, same_above
+from functionalize.passes.views import Geometries, erase_unused, same_above
 from functionalize.program.program import Program
 
 aten = torch.ops.aten
@@ -59,10 +60,10 @@ _SOURCE: dict[Any, int] = {  # position of the argument whose contents an op cop
     aten.lift_fresh_copy.default: 0,
     aten.copy.default: 1,
 }
-_SCATTERS = {
-    *(aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter, aten.as_strided_scatter)
-}
-_ABSOLUTE = (aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter)
+_SCATTERS = frozenset(
+    {aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter, aten.as_strided_scatter}
+)
+_ABSOLUTE = frozenset({aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter})
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,11 @@ class ElideCopies(Pass):
     parts: bool = False
 
     def apply(self, program: Program) -> int:
-        views = [n for n in program.graph.nodes if _is_same_view(n)]
+        known = Geometries()
+        views = [n for n in program.graph.nodes if _is_same_view(n, known)]
         for node in views:
             _replace(node, node.all_input_nodes[0])
-        copies = Copies(program, self.parts).elidable()
+        copies = Copies(program, self.parts, known).elidable()
         for node in copies:
             if node.target is _SPLIT:
                 _to_views(node)
@@ -134,8 +136,8 @@ class Copies:
     which may allow the removal of a copy of a part. All others follow in graph order.
     """
 
-    def __init__(self, program: Program, parts: bool) -> None:
-        self.parts = parts
+    def __init__(self, program: Program, parts: bool, known: Geometries) -> None:
+        self.parts, self.known = parts, known
         self.guarded = bool(program.guards)  # without guards, an input's storage offset is unknown
         self.nodes = list(program.graph.nodes)
         self.aliases = Aliases(program.graph)
@@ -146,28 +148,36 @@ class Copies:
         self.memory = {root: MemoryFacts() for root in self.original_group.values()}
         for place, node in enumerate(self.nodes):
             self._record_uses(node, place)
-        for node in reversed(self.nodes):
-            self._record_scatter(node)
+        self._record_scatters()
         self._record_outputs_and_epilogue(program)
 
     def _record_uses(self, node: fx.Node, place: int) -> None:
-        memory = self.of(node)
+        """Must be called for every node, in graph order."""
+        memory, used = self._first(node), node.all_input_nodes
         memory.external |= node.op in ("placeholder", "get_attr")
-        memory.last = max(memory.last, place)
-        for used in node.all_input_nodes:
-            self.of(used).last = max(self.of(used).last, place)
+        memory.last = place
+        for each in used:
+            self._first(each).last = place
         for _, written in written_nodes(node):
-            self.of(written).written = True
-        if is_plain(node):
-            memory.nbytes = max(memory.nbytes, _storage_bytes(node))
-        if getattr(node.target, "overloadpacket", None) in _ABSOLUTE and node.all_input_nodes:
-            self.of(node.all_input_nodes[0]).absolute = True
+            self._first(written).written = True
+        if used and _is_of(node.target, _ABSOLUTE):
+            self._first(used[0]).absolute = True
 
-    def _record_scatter(self, node: fx.Node) -> None:
+    def _record_scatters(self) -> None:
+        """Fill `unit`, and `nbytes`, which only matters if there are scatters."""
+        scatters = [n for n in self.nodes if _is_of(n.target, _SCATTERS) and self.known[n]]
         # The result's storage is as large as the base's, so what the result is scattered to counts, too.
-        if getattr(node.target, "overloadpacket", None) in _SCATTERS and is_plain(node):
-            base = self.of(node.all_input_nodes[0])
-            base.unit = max(base.unit, self.of(node).unit, node.meta["val"].itemsize)
+        for node in reversed(scatters):
+            base = self._first(node.all_input_nodes[0])
+            base.unit = max(base.unit, self._first(node).unit, node.meta["val"].itemsize)
+        for node in self.nodes if scatters else ():
+            if self.known[node] is not None:
+                memory = self._first(node)
+                memory.nbytes = max(memory.nbytes, _storage_bytes(node))
+
+    def _first(self, node: fx.Node) -> MemoryFacts:
+        """The memory of a node before any merge."""
+        return self.memory[self.original_group[node]]
 
     def _record_outputs_and_epilogue(self, program: Program) -> None:
         slots, classes = results(program.graph), storage_classes(program)
@@ -196,7 +206,7 @@ class Copies:
 
     def elidable(self) -> list[fx.Node]:
         """The copies that can be removed, in the order of the graph."""
-        copies = [n for n in self.nodes if _copies_plain(n)]
+        copies = [n for n in self.nodes if self._copies_plain(n)]
         whole = {n for n in copies if self._frees_memory(n) and self._try(n)}
         chosen: list[fx.Node] = []
         for node in copies:
@@ -206,6 +216,16 @@ class Copies:
                 chosen.append(node)
         return chosen
 
+    def _copies_plain(self, node: fx.Node) -> bool:
+        """Whether a node copies strided tensors of known sizes."""
+        if node.target is _SPLIT:
+            read = [node.all_input_nodes[0], *node.users]
+        elif node.target in _SOURCE:
+            read = [node, _source(node)]
+        else:
+            return False
+        return all(self.known[each] is not None for each in read)
+
     def _frees_memory(self, node: fx.Node) -> bool:
         return node.target in _SOURCE and not self.of(_source(node)).external and _is_whole(node)
 
@@ -214,7 +234,7 @@ class Copies:
         if node.target is _SPLIT:
             return self._try_split(node)
         source = _source(node)
-        if not _same_layout(node, source) or node.kwargs.get("pin_memory"):
+        if not _same_layout(node, source, self.known) or node.kwargs.get("pin_memory"):
             return False
         if not self._allowed(node, source, self._offset(source), _is_whole(node)):
             return False
@@ -226,7 +246,7 @@ class Copies:
         if any(p.target is not operator.getitem for p in pieces):
             return False
         for piece, window in zip(pieces, _windows(node), strict=True):
-            if geometry_of(piece.meta["val"]) != window._replace(offset=0):
+            if self.known[piece] != window._replace(offset=0):
                 return False
             start = self._offset(source) + window.start - geometry_of(source.meta["val"]).start
             if not self._allowed(piece, source, start, window.nbytes == _storage_bytes(source)):
@@ -268,11 +288,10 @@ class Copies:
         )
 
 
-def _copies_plain(node: fx.Node) -> bool:
-    """Whether a node copies strided tensors of known sizes."""
-    if node.target is _SPLIT:
-        return is_plain(node.all_input_nodes[0]) and all(is_plain(part) for part in node.users)
-    return node.target in _SOURCE and is_plain(node) and is_plain(_source(node))
+@cache
+def _is_of(target: Any, packets: frozenset[Any]) -> bool:
+    """Whether an op is an overload of one of these."""
+    return getattr(target, "overloadpacket", None) in packets
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -291,34 +310,33 @@ def _is_whole(node: fx.Node) -> bool:
     return _storage_bytes(node) == _storage_bytes(_source(node))
 
 
-def _same_layout(a: fx.Node, b: fx.Node) -> bool:
+def _same_layout(a: fx.Node, b: fx.Node, known: Geometries) -> bool:
     """Whether two values are equal in device and geometry, apart from the storage offset."""
-    if not is_plain(a) or not is_plain(b):
+    g, h = known[a], known[b]
+    if g is None or h is None or g._replace(offset=0) != h._replace(offset=0):
         return False
-    x, y = a.meta["val"], b.meta["val"]
-    g, h = geometry_of(x), geometry_of(y)
-    return g._replace(offset=0) == h._replace(offset=0) and x.device == y.device
+    return bool(a.meta["val"].device == b.meta["val"].device)
 
 
-def _is_same_view(node: fx.Node) -> bool:
+def _is_same_view(node: fx.Node, known: Geometries) -> bool:
     """Whether a node is a view with the geometry of its source, and is not itself returned."""
     if not is_view(node) or node.target is operator.getitem or not node.users:
         return False
     source = node.all_input_nodes[0]
-    if any(user.op == "output" for user in node.users) or not _same_layout(node, source):
+    if known[node] is None or known[node] != known[source]:
         return False
-    return bool(node.meta["val"].storage_offset() == source.meta["val"].storage_offset())
+    return _same_layout(node, source, known) and all(user.op != "output" for user in node.users)
 
 
 def _undone(program: Program) -> int:
     """Remove the views that lead back to a value up their chain, now that no copy is between them; how many."""
-    done, guarded = 0, bool(program.guards)
+    # The values of views were made anew.
+    done, guarded, known = 0, bool(program.guards), Geometries()
     for node in list(program.graph.nodes):
-        if node.op == "call_function" and node.users and is_plain(node):
-            same = same_above(node, guarded)
-            if same is not None:
-                _replace(node, same)
-                done += 1
+        same = same_above(node, guarded, known)
+        if same is not None:
+            _replace(node, same)
+            done += 1
     return done
 
 

@@ -29,10 +29,10 @@ import torch
 from torch import fx
 
 from functionalize._compat.dispatch import disable_current_modes
-from functionalize.ir.ops import Geometry, geometry_of
+from functionalize.ir.ops import Geometry
 from functionalize.passes.base import Pass
 from functionalize.passes.graph_modules import on_graph_module
-from functionalize.passes.views import chain, erase_unused, is_plain, viewed
+from functionalize.passes.views import Geometries, chain, erase_unused, viewed
 from functionalize.program.program import Program
 
 aten = torch.ops.aten
@@ -48,12 +48,12 @@ class FoldViews(Pass):
     name: ClassVar[str] = "fold_views"
 
     def apply(self, program: Program) -> int:
-        done, guarded = 0, bool(program.guards)
+        folds, done = _Folds(bool(program.guards)), 0
         with disable_current_modes():
             kept = _regrouped(program.graph)
             for node in list(program.graph.nodes):
                 if node.users and node.target is not operator.getitem and viewed(node) is not None:
-                    done += is_plain(node) and node not in kept and _fold(node, guarded)
+                    done += node not in kept and folds.fold(node)
         return done
 
 
@@ -71,28 +71,47 @@ def _regrouped(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _fold(node: fx.Node, guarded: bool) -> bool:
-    """Replace `node` by one view op on the farthest possible base; returns whether there is one."""
-    wanted = geometry_of(node.meta["val"])
-    found: tuple[fx.Node, Step] | None = None
-    for distance, base in enumerate(chain(node, guarded)):
-        if not is_plain(base) or (distance == 0 and node.target is not _AS_STRIDED):
-            continue
-        geometry = geometry_of(base.meta["val"])
-        if geometry == wanted:
+class _Folds:
+    """Folds the views of one graph. Equal layers have equal views: a step between two geometries is looked for once."""
+
+    def __init__(self, guarded: bool) -> None:
+        self._guarded, self._known = guarded, Geometries()
+        self._steps: dict[tuple[Geometry, Geometry], Step | None] = {}
+
+    def fold(self, node: fx.Node) -> bool:
+        """Replace `node` by one view op on the farthest possible base; returns whether there is one."""
+        found = self._farthest(node)
+        if found is None:
             return False
-        step = step_between(geometry, wanted)
-        found = found if step is None else (base, step)
-    if found is None:
-        return False
-    base, (target, args) = found
-    with node.graph.inserting_before(node):
-        name = target.overloadpacket.__name__
-        new = node.graph.create_node("call_function", target, (base, *args), name=name)
-    new.meta = dict(node.meta)  # the value is the same, on the same memory
-    node.replace_all_uses_with(new)
-    erase_unused(node)
-    return True
+        base, (target, args) = found
+        with node.graph.inserting_before(node):
+            name = target.overloadpacket.__name__
+            new = node.graph.create_node("call_function", target, (base, *args), name=name)
+        new.meta = dict(node.meta)  # the value is the same, on the same memory
+        node.replace_all_uses_with(new)
+        erase_unused(node)
+        return True
+
+    def _farthest(self, node: fx.Node) -> tuple[fx.Node, Step] | None:
+        """The farthest base from which one op leads to a view, and this op; None if that is the view as it is."""
+        wanted, found = self._known[node], None
+        if wanted is None:
+            return None
+        for distance, base in enumerate(chain(node, self._guarded)):
+            geometry = self._known[base]
+            if geometry is None or (distance == 0 and node.target is not _AS_STRIDED):
+                continue
+            if geometry == wanted:
+                return None
+            step = self._step(geometry, wanted)
+            found = found if step is None else (base, step)
+        return found
+
+    def _step(self, base: Geometry, wanted: Geometry) -> Step | None:
+        key = base, wanted
+        if key not in self._steps:
+            self._steps[key] = step_between(base, wanted)
+        return self._steps[key]
 
 
 def step_between(base: Geometry, wanted: Geometry) -> Step | None:

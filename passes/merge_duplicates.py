@@ -24,6 +24,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -33,12 +34,10 @@ from functionalize.analysis.aliases import results, results_of, written_nodes
 from functionalize.analysis.dead_code import is_impure
 from functionalize.cost.liveness import Liveness, Storage
 from functionalize.ir.epilogue import Set
-from functionalize.ir.generators import is_random
-from functionalize.ir.ops import geometry_of
 from functionalize.passes.base import Pass
 from functionalize.passes.graph_modules import on_graph_module
 from functionalize.passes.metadata import revalue
-from functionalize.passes.views import chain, is_plain
+from functionalize.passes.views import Geometries, chain
 from functionalize.program.program import Program
 
 aten = torch.ops.aten
@@ -57,6 +56,7 @@ _PYTHON = ("_operator", "math")  # functions of numbers, and `getitem`
 _WRITING = (operator.setitem, operator.delitem)
 _TORCH = ("aten", "prims")
 _ATOMS = (str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(...))
+_EXACT = frozenset({bool, int, *_ATOMS})  # types whose equal values are equal in every way
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,12 @@ class MergeDuplicates(Pass):
         done = 0
         for node in nodes:
             number = numbers.number(node)
-            first = kept.get((number, lives.home(node)), kept.get(number))
+            if not numbers.is_known(node):
+                continue  # equal to nothing else
+            at_home = number, lives.home(node)
+            first = kept.get(at_home, kept.get(number))
             if first is None or not lives.may_merge(first, node, self.held):
-                kept[number] = kept[number, lives.home(node)] = node
+                kept[number] = kept[at_home] = node
                 continue
             lives.merge(first, node)
             node.replace_all_uses_with(first)
@@ -111,6 +114,7 @@ class Numbers:
         self._of: dict[fx.Node, int] = {}
         self._known: dict[Hashable, int] = {}
         self._pure: set[fx.Node] = set()
+        self._geometries = Geometries()
         self._origin: dict[fx.Node, fx.Node] = {}  # view -> the start of its chain of views
 
     def number(self, node: fx.Node) -> int:
@@ -132,19 +136,23 @@ class Numbers:
             return ("constant", str(node.target))
         if node.op != "call_function" or not _is_repeatable(node):
             return None
-        above = next(chain(node, self.guarded), None) if is_plain(node) else None
-        if above is not None and is_plain(above):
+        above = next(chain(node, self.guarded), None)
+        if above is not None and None not in (self._geometries[node], self._geometries[above]):
             origin = self._origin[node] = self._origin.get(above, above)
-            return ("view", self._of[origin], geometry_of(node.meta["val"]))
+            return ("view", self._of[origin], self._geometries[node])
         try:
-            return (node.target, self._canonical(node.args), self._canonical(node.kwargs))
+            named = self._canonical(node.kwargs) if node.kwargs else ()
+            return (node.target, self._canonical(node.args), named)
         except TypeError:
             return None
 
     def _canonical(self, arg: Any) -> Hashable:
         """A hashable key of an argument: equal keys mean equal values. Raises `TypeError` if there is none."""
-        if isinstance(arg, fx.Node):
+        kind = type(arg)
+        if kind is fx.Node:
             return ("node", self._of[arg])
+        if kind in _EXACT:
+            return (kind, arg)
         if isinstance(arg, (list, tuple)):
             return tuple(self._canonical(each) for each in arg)
         if isinstance(arg, dict):
@@ -153,19 +161,23 @@ class Numbers:
             return (float, arg.hex())
         if isinstance(arg, complex):
             return (complex, arg.real.hex(), arg.imag.hex())
-        if type(arg) in (bool, int) or isinstance(arg, _ATOMS):
-            return (type(arg), arg)
-        raise TypeError(type(arg))
+        if isinstance(arg, _ATOMS):
+            return (kind, arg)
+        raise TypeError(kind)
 
 
 def _is_repeatable(node: fx.Node) -> bool:
     """Whether a node is deterministic and has no side effects."""
-    target: Any = node.target
+    return _is_repeatable_op(node.target) and not is_impure(node)
+
+
+@cache
+def _is_repeatable_op(target: Any) -> bool:
+    """Whether calls of an op are deterministic, and have no side effects unless their arguments ask for them."""
     if not hasattr(target, "_schema"):
         return getattr(target, "__module__", None) in _PYTHON and target not in _WRITING
-    if target.namespace not in _TORCH or is_impure(node) or is_random(node):
-        return False
-    if torch.Tag.nondeterministic_bitwise in target.tags:
+    tags = torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise
+    if target.namespace not in _TORCH or any(tag in target.tags for tag in tags):
         return False
     return bool(target._schema.returns) and target.overloadpacket not in _UNDEFINED
 

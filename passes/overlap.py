@@ -58,7 +58,7 @@ class _Overlap:
         self.start, self.constraints, self.limit = start, order, limit
         self.nodes, self.place = start.uses.nodes, start.place
         self.number = {node: i for i, node in enumerate(self.nodes)}
-        ordered = Liveness(live.graph, [self.nodes[i] for i in start.order])
+        ordered = live.reordered([self.nodes[i] for i in start.order])
         self.used = torch.tensor(ordered.timeline, dtype=torch.int64)
         for nbytes, begin, end in start.in_flight():
             self.used[begin:end] += nbytes

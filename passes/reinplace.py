@@ -31,7 +31,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import fx
@@ -89,6 +89,31 @@ class MemoryUse:
     readers: list[fx.Node] = field(default_factory=list)
     members: list[fx.Node] = field(default_factory=list)
 
+    def add_reader(self, node: fx.Node, place: dict[fx.Node, int]) -> None:
+        """Note a node that reads the memory. place: of each node."""
+        if node not in self.readers:
+            self.readers.append(node)
+            if len(self.readers) > 1:
+                self.readers.sort(key=place.__getitem__)
+                self.readers = self.readers[-2:]
+
+
+class _Uses(NamedTuple):
+    """What a node reads, wherever it is moved.
+
+    read: the tensors, once per occurrence. waits: the nodes that wait for it. is_torch_op: whether the node calls an op
+    of torch.
+    """
+
+    read: tuple[fx.Node, ...]
+    waits: tuple[fx.Node, ...]
+    is_torch_op: bool
+
+    @staticmethod
+    def of(node: fx.Node) -> _Uses:
+        is_torch_op = node.op == "call_function" and _is_torch_op(node)
+        return _Uses(tuple(_read(node)), tuple(_waits(node)), is_torch_op)
+
 
 class InplacePlan:
     """Decides which ops of a program write in place, and where."""
@@ -96,7 +121,9 @@ class InplacePlan:
     def __init__(self, program: Program) -> None:
         self.program, self.graph = program, program.graph
         self.slots = results(program.graph)
-        self.aliases = Aliases(program.graph)
+        aliases = Aliases(program.graph)
+        self.group = {n: aliases.of(n) for n in program.graph.nodes}
+        self.uses = {n: _Uses.of(n) for n in program.graph.nodes}
         self.writes = {n: w for n in program.graph.nodes if (w := writes_of(n)) is not None}
         self.made = {new: w for writes in self.writes.values() for w in writes for new in w.new}
         self._group_counts: dict[fx.Node, Counter[fx.Node]] = {}  # per op: its arguments by group
@@ -107,7 +134,7 @@ class InplacePlan:
         self.placeholders = self.graph.find_nodes(op="placeholder")
         slots = (role.slot for role in _returned(program))
         nodes = (n for slot in slots if isinstance(n := self.slots[slot], fx.Node))
-        self.returned = {self.aliases.of(n) for n in nodes}
+        self.returned = {self.group[n] for n in nodes}
         self._find_readers(early_first=True)
 
     def _find_readers(self, early_first: bool) -> None:
@@ -116,34 +143,29 @@ class InplacePlan:
         if early_first:
             for node in self.early:
                 self.place[node] -= len(self.place)
-        self.memory: dict[fx.Node, MemoryUse] = {}
+        self.memory = {group: MemoryUse() for group in self.group.values()}
         for node in self.graph.nodes:
-            memory = self.memory.setdefault(self.aliases.of(node), MemoryUse())
+            memory, uses = self.of(node), self.uses[node]
             memory.members.append(node)
-            memory.own &= node.op == "call_function" and _is_torch_op(node)
-            for read in _read(node):
-                self._add_reader(read, node)
-                for wait in _waits(node):
-                    self._add_reader(read, wait)
-
-    def _add_reader(self, read: fx.Node, node: fx.Node) -> None:
-        memory = self.memory.setdefault(self.aliases.of(read), MemoryUse())
-        if node.op == "output":
-            memory.returned = True
-        if node not in memory.readers:
-            memory.readers = sorted([*memory.readers, node], key=self.place.__getitem__)[-2:]
+            memory.own &= uses.is_torch_op
+            for group in dict.fromkeys(map(self.group.__getitem__, uses.read)):
+                read = self.memory[group]
+                read.returned |= node.op == "output"
+                for reader in (node, *uses.waits):
+                    read.add_reader(reader, self.place)
 
     def of(self, node: fx.Node) -> MemoryUse:
         """The memory of a node."""
-        return self.memory[self.aliases.of(node)]
+        return self.memory[self.group[node]]
 
     def dies(self, write: Write) -> bool:
         """Whether the old contents have no reader after the op, and the op reads them by one argument only."""
         at = self.place[write.op]
-        group = self.aliases.of(write.old)
+        group = self.group[write.old]
         counts = self._group_counts.get(write.op)
         if counts is None:
-            counts = self._group_counts[write.op] = Counter(map(self.aliases.of, _read(write.op)))
+            read = map(self.group.__getitem__, self.uses[write.op].read)
+            counts = self._group_counts[write.op] = Counter(read)
         others = (r for r in self.memory[group].readers if r is not write.op)
         return counts[group] == 1 and all(self.place[r] < at for r in others)
 
@@ -187,7 +209,7 @@ class InplacePlan:
     def _write_chain(self, action: Copy) -> list[Write]:
         """The writes that lead from an input to its new contents; empty if one of them cannot be in place."""
         source, node = self.placeholders[action.input], self.slots[action.slot]
-        if self.roots.get(node) is not source or self.aliases.of(node) in self.returned:
+        if self.roots.get(node) is not source or self.group[node] in self.returned:
             return []
         chain: list[Write] = []
         while node is not source:
@@ -264,7 +286,8 @@ def _read(node: fx.Node) -> Iterator[fx.Node]:
     if node.target is operator.getitem:
         return
     arguments: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), arguments.append)
+    if node.op != "placeholder":
+        fx.node.map_arg((node.args, node.kwargs), arguments.append)
     for each in arguments:
         yield each
         if isinstance(each.meta.get("val"), (list, tuple)):

@@ -33,7 +33,7 @@ from functionalize.ir.ops import geometry_of
 from functionalize.passes.base import Pass
 from functionalize.passes.graph_modules import on_graph_module
 from functionalize.passes.metadata import set_value
-from functionalize.passes.views import erase_unused, is_plain, same_above
+from functionalize.passes.views import Geometries, erase_unused, is_plain, same_above
 from functionalize.program.program import Program
 
 aten = torch.ops.aten
@@ -47,16 +47,14 @@ class RemoveNoops(Pass):
     name: ClassVar[str] = "remove_noops"
 
     def apply(self, program: Program) -> int:
-        done, guarded = 0, bool(program.guards)
+        done, guarded, known = 0, bool(program.guards), Geometries()
         for node in list(program.graph.nodes):
-            if node.op != "call_function" or not node.users or not is_plain(node):
-                continue
-            same = same_above(node, guarded)
+            same = same_above(node, guarded, known)
             if same is not None:
                 node.replace_all_uses_with(same)
                 erase_unused(node)
                 done += 1
-            elif node.target in _COPIED:
+            elif node.target in _COPIED and node.users and is_plain(node):
                 done += _to_clone(node)
         return done
 

@@ -34,7 +34,7 @@ from functionalize.cost.decide.ordering import Constraints, Schedule, Uses
 from functionalize.cost.liveness import Liveness
 from functionalize.ir.commit import is_commit
 from functionalize.passes.base import FUNCTIONAL, INPLACE, Pass
-from functionalize.passes.constraints import is_effect, is_wait, kind_of, memory_chains, reorder
+from functionalize.passes.constraints import effects_of, is_wait, kind_of, memory_chains, reorder
 from functionalize.passes.graph_modules import on_graph_module
 from functionalize.passes.overlap import overlapped, scratch_in
 from functionalize.program.program import Program
@@ -100,7 +100,8 @@ class _Rules:
 
     @staticmethod
     def of(live: Liveness, overlap: bool) -> _Rules:
-        effects = [n for n in live.nodes if is_effect(n, live) or (overlap and is_wait(n))]
+        ordered = set(effects_of(live))
+        effects = [n for n in live.nodes if n in ordered or (overlap and is_wait(n))]
         fixed = [n for n in effects if not (_is_gather(n) or is_commit(n))]
         late = () if overlap else filter(_is_wait_of_gather, live.nodes)
 
@@ -109,7 +110,7 @@ class _Rules:
 
         return _Rules(
             overlap,
-            [numbers(chain) for chain in (effects, *memory_chains(live.graph))],
+            [numbers(chain) for chain in (effects, *memory_chains(live))],
             numbers(fixed),
             numbers(filter(is_commit, effects)),
             numbers(late),

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from functionalize.analysis.aliases import is_view
 from functionalize.analysis.dead_code import is_impure
-from functionalize.ir.ops import geometry_of
+from functionalize.ir.ops import Geometry, geometry_of
 from functionalize.passes.metadata import UNSAFE_VIEW
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
@@ -57,19 +57,31 @@ def _may_be_external(node: fx.Node) -> bool:
     return True
 
 
-def same_above(node: fx.Node, guarded: bool) -> fx.Node | None:
+class Geometries(dict[fx.Node, Geometry | None]):
+    """The geometry of each value that is plain (`is_plain`), None of any other; read once, when it is first asked for.
+
+    For use while no value changes: a chain of views asks for each of its values many times.
+    """
+
+    def __missing__(self, node: fx.Node) -> Geometry | None:
+        found = self[node] = geometry_of(node.meta["val"]) if is_plain(node) else None
+        return found
+
+
+def same_above(node: fx.Node, guarded: bool, known: Geometries) -> fx.Node | None:
     """The farthest value up a view's chain that has the view's geometry and may replace it; guarded: see `chain`.
 
-    A view that is returned is replaced by no input, constant or output: it would be another tensor of the caller's.
+    None for a value that is no view or is not plain. A view that is returned is replaced by no input, constant or
+    output: it would be another tensor of the caller's.
     """
-    if viewed(node) is None:
+    if node.op != "call_function" or not node.users or viewed(node) is None:
         return None
-    wanted, found = geometry_of(node.meta["val"]), None
+    wanted, found = known[node], None
+    if wanted is None:
+        return None
     returned = any(user.op == "output" for user in node.users)
     for above in chain(node, guarded):
-        if not is_plain(above) or geometry_of(above.meta["val"]) != wanted:
-            continue
-        if not returned or not _is_spoken_for(above):
+        if known[above] == wanted and not (returned and _is_spoken_for(above)):
             found = above
     return found
 
@@ -84,8 +96,7 @@ def is_plain(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return False
-    numbers = (*value.shape, *value.stride(), value.storage_offset())
-    return all(type(n) is int for n in numbers)
+    return {int}.issuperset(map(type, (*value.shape, *value.stride(), value.storage_offset())))
 
 
 def erase_unused(node: fx.Node) -> None:

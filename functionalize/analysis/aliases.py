@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -45,12 +46,10 @@ def written_nodes(node: fx.Node) -> list[tuple[str, fx.Node]]:
 
     The gradients of a fused optimizer are left out unless it unscales them, although its schema marks them as written.
     """
-    target: Any = node.target
-    if node.op != "call_function" or not hasattr(target, "_schema"):
+    if node.op != "call_function":
         return []
-    places = ((0, "variable"),) if target is RESIZE_STORAGE else written_arguments(target)
-    found = []
-    for at, name in places:
+    found: list[tuple[str, fx.Node]] = []
+    for at, name in _written_places(node.target):
         if name == "grads" and leaves_gradients(node):
             continue
         value = node.kwargs.get(name)
@@ -58,6 +57,13 @@ def written_nodes(node: fx.Node) -> list[tuple[str, fx.Node]]:
             value = node.args[at]
         found += [(name, each) for each in _nodes_in(value)]
     return found
+
+
+@cache
+def _written_places(target: Any) -> tuple[tuple[int | None, str], ...]:
+    if target is RESIZE_STORAGE:
+        return ((0, "variable"),)
+    return written_arguments(target) if hasattr(target, "_schema") else ()
 
 
 def leaves_gradients(node: fx.Node) -> bool:
@@ -102,15 +108,20 @@ class Aliases:
     def __init__(self, graph: fx.Graph) -> None:
         self._parent: dict[fx.Node, fx.Node] = {}
         self._first: dict[int, fx.Node] = {}  # key of a storage -> the first tensor on it
+        keys: dict[fx.Node, int] = {}
         for node in graph.nodes:
             value = node.meta.get("val")
-            if isinstance(value, Tensor) and (key := storage_key(value)) is not None:
+            key = storage_key(value) if isinstance(value, Tensor) else None
+            if key is not None:
+                keys[node] = key
                 first = self._first.setdefault(key, node)
                 if first is not node:
                     self.unite(first, node)
             # A wait returns its argument, although its schema does not say so.
-            if node.op == "call_function" and (is_view(node) or node.target is WAIT):
-                self.unite(node.all_input_nodes[0], node)
+            if is_view(node) or node.target is WAIT:
+                source = node.all_input_nodes[0]
+                if key is None or keys.get(source) != key:  # else they are in one group already
+                    self.unite(source, node)
 
     def of(self, node: fx.Node) -> fx.Node:
         """The representative node of the group of `node`."""
@@ -137,10 +148,8 @@ class Aliases:
 
 def storage_key(value: Any) -> int | None:
     """A key that is equal for tensors on one storage; for a list, that of its first tensor; None for other values."""
-    if isinstance(value, (list, tuple)) and value:
-        return storage_key(value[0])
     if not isinstance(value, Tensor):
-        return None
+        return storage_key(value[0]) if isinstance(value, (list, tuple)) and value else None
     try:
         return value.untyped_storage()._cdata
     except NotImplementedError:  # a sparse or wrapped tensor

@@ -10,26 +10,37 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from functionalize.analysis.aliases import written_nodes
 from functionalize.ir.barrier import BARRIER
-from functionalize.ir.commit import is_commit
-from functionalize.ir.generators import GET_STATE, is_random
+from functionalize.ir.commit import commit
+from functionalize.ir.generators import GET_STATE
 
 _COMMUNICATING = ("_c10d_functional", "_dtensor")  # namespaces
 
 
 def is_impure(node: fx.Node) -> bool:
     """Whether a node has a side effect: it draws random numbers, sets a generator, communicates, writes, or checks."""
-    if is_random(node) and node.target is not GET_STATE:
-        return True
+    if node.op != "call_function":
+        return False
     if node.kwargs and node.kwargs.get("check_errors") is True:
         return True
-    if getattr(node.target, "namespace", "") in _COMMUNICATING or node.target is BARRIER:
+    return _is_impure_op(node.target) or bool(written_nodes(node))
+
+
+@cache
+def _is_impure_op(target: Any) -> bool:
+    """Whether every call of an op has a side effect, writes apart."""
+    random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    if random and target is not GET_STATE:
         return True
-    return is_commit(node) or bool(written_nodes(node))
+    communicates = getattr(target, "namespace", "") in _COMMUNICATING
+    return communicates or target is BARRIER or target is commit
 
 
 def drop_dead_code(graph: fx.Graph, stays: Callable[[fx.Node], bool] = is_impure) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -60,15 +61,21 @@ class Write:
 
 def form_of(node: fx.Node) -> tuple[Any, FunctionalForm] | None:
     """The in-place form of a node's op, if it is known to compute the same bits; else None."""
-    target: Any = node.target
-    if node.op != "call_function" or not hasattr(target, "_schema"):
+    if node.op != "call_function":
         return None
-    if is_random(node) or target.namespace != "aten":
+    is_exact, by_element = _exactness(node.target)
+    if not is_exact or is_random(node):
         return None
+    return inplace_form(node.target) or (_out_of(node) if by_element else None)
+
+
+@cache
+def _exactness(target: Any) -> tuple[bool, bool]:
+    """Whether the in-place form of an op is known to compute the same bits; whether as each element is by itself."""
+    if not hasattr(target, "_schema") or target.namespace != "aten":
+        return False, False
     by_element = torch.Tag.pointwise in target.tags or target in _EXACT
-    if not by_element and not target._schema.name.startswith(_LISTS):
-        return None
-    return inplace_form(target) or (_out_of(node) if by_element else None)
+    return by_element or target._schema.name.startswith(_LISTS), by_element
 
 
 def _out_of(node: fx.Node) -> Any:

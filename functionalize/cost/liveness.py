@@ -46,13 +46,19 @@ class Storage:
 class Liveness:
     """The lifetimes of the storages that a graph makes, in the order of its nodes, or in another `order`."""
 
-    def __init__(self, graph: fx.Graph, order: Sequence[fx.Node] | None = None) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        order: Sequence[fx.Node] | None = None,
+        aliases: Aliases | None = None,
+    ) -> None:
+        """aliases: those of the graph, if they are known."""
         self.graph = graph
         self.nodes = list(graph.nodes) if order is None else list(order)
         self.place = {node: i for i, node in enumerate(self.nodes)}
         self.of: dict[fx.Node, tuple[Storage, ...]] = {}
         self.storages: list[Storage] = []
-        self.aliases = Aliases(graph)
+        self.aliases = Aliases(graph) if aliases is None else aliases
         self._find(self.aliases)
         steps = [0] * (len(self.nodes) + 1)
         for storage in self.storages:
@@ -62,29 +68,39 @@ class Liveness:
         self.peak = max(self.timeline, default=0)
         self.peak_at = self.timeline.index(self.peak) if self.timeline else 0
 
+    def reordered(self, order: Sequence[fx.Node]) -> Liveness:
+        """The lifetimes in another order of the nodes."""
+        return Liveness(self.graph, order, self.aliases)
+
     def _find(self, aliases: Aliases) -> None:
         """A storage per group of aliases, and per storage of a list's items that no node aliases."""
         of_key: dict[Any, Storage | None] = {}
+
+        def storage_of(key: Any, node: fx.Node, value: Tensor, place: int) -> Storage | None:
+            if key in of_key:
+                return of_key[key]
+            storage = None
+            if node.op not in ("placeholder", "get_attr"):  # else it is the caller's
+                storage = Storage(int(value.untyped_storage().nbytes()), place, place)
+                self.storages.append(storage)
+            of_key[key] = storage
+            return storage
+
         for place, node in enumerate(self.nodes):
             value = node.meta.get("val")
-            found: dict[int, Storage] = {}
-            for each in (value,) if isinstance(value, Tensor) else tensors_of(value):
-                key: Any = aliases.of(node)
-                if each is not value:  # an item of a list
+            if isinstance(value, Tensor):
+                storage = storage_of(aliases.of(node), node, value, place)
+                self.of[node] = () if storage is None else (storage,)
+            else:
+                found: dict[int, Storage] = {}
+                for each in tensors_of(value):
                     fake = storage_key(each)
-                    key = aliases.on(fake) or fake
-                if key in of_key:
-                    storage = of_key[key]
-                elif node.op in ("placeholder", "get_attr"):  # of the caller
-                    storage = of_key[key] = None
-                else:
-                    nbytes = int(each.untyped_storage().nbytes())
-                    storage = of_key[key] = Storage(nbytes, place, place)
-                    self.storages.append(storage)
-                if storage is not None and address(storage) not in found:
-                    found[address(storage)] = storage
-                    storage.nodes.append(node)
-            self.of[node] = tuple(found.values())
+                    storage = storage_of(aliases.on(fake) or fake, node, each, place)
+                    if storage is not None:
+                        found[address(storage)] = storage
+                self.of[node] = tuple(found.values())
+            for storage in self.of[node]:
+                storage.nodes.append(node)
         self._use()
 
     def _use(self) -> None:

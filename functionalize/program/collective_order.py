@@ -38,6 +38,8 @@ def sequences(graph: fx.Graph) -> dict[str, Texts]:
     """The texts of a graph's collectives by group; every node needs its `val`."""
     found: dict[str, list[str]] = {}
     for node in graph.nodes:
+        if node.op != "call_function":
+            continue
         for group in groups_of(node.target, node.args):
             tensors = [t for n in node.all_input_nodes for t in tensors_of(n.meta["val"])]
             looks = [(tuple(t.shape), t.dtype) for t in tensors]
