@@ -37,7 +37,7 @@ from functionalize.ir.ops import geometry_fields
 _PLAIN = frozenset(
     {bool, int, float, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
-_DATA = ("hint", "sized")  # of a node whose value does not follow from its inputs' looks
+_DATA = frozenset({"hint", "sized"})  # of a node whose value does not follow from its inputs' looks
 _WINDOW = 24  # so many nodes must be alike before a block is looked for
 
 
@@ -107,7 +107,7 @@ class Repeats:
         for place, node in enumerate(self.nodes):
             read: list[int] = []
             number = -1 - place
-            if node.op == "call_function" and not any(name in node.meta for name in _DATA):
+            if node.op == "call_function" and _DATA.isdisjoint(node.meta):
                 try:
                     also = _shape(tuple(node.kwargs.items()), places, read) if node.kwargs else None
                     key = address(node.target), _shape(node.args, places, read), also
@@ -235,13 +235,17 @@ class _IsUnlikeAny(Exception):
 
 
 def _shape(arg: Any, places: dict[fx.Node, int], read: list[int]) -> Any:
-    """An argument without its nodes; appends their places to `read`."""
-    kind = type(arg)
-    if kind is fx.Node:
-        read.append(places[arg])
-        return fx.Node
-    if kind in _PLAIN:
-        return kind, arg
-    if isinstance(arg, (list, tuple)):
-        return tuple([_shape(each, places, read) for each in arg])
-    raise _IsUnlikeAny
+    """A list of arguments without its nodes; appends their places to `read`."""
+    if not isinstance(arg, (list, tuple)):
+        raise _IsUnlikeAny
+    found: list[Any] = []
+    for each in arg:
+        kind = type(each)
+        if kind is fx.Node:
+            read.append(places[each])
+            found.append(kind)
+        elif kind in _PLAIN:
+            found += kind, each
+        else:
+            found.append(_shape(each, places, read))
+    return tuple(found)

@@ -45,7 +45,7 @@ from functionalize.ir.waits import WAIT
 from functionalize.passes.base import Pass
 from functionalize.passes.graph_modules import on_graph_module
 from functionalize.passes.maker import Maker
-from functionalize.passes.metadata import is_detached, set_value
+from functionalize.passes.metadata import revalue
 from functionalize.passes.patterns import (
     GATHER,
     GATHER_LIST,
@@ -223,9 +223,7 @@ def _rewrite(graph: fx.Graph, buckets: list[Bucket]) -> None:
         _finish(graph, bucket, sent, place)
     for gather in {id(g): g for bucket in buckets for g in bucket.gathers}.values():
         _erase(graph, gather)
-    for node in graph.nodes:
-        if is_detached(node):
-            set_value(node)
+    revalue(graph)
 
 
 def _start(graph: fx.Graph, bucket: Bucket, place: dict[fx.Node, int]) -> list[fx.Node]:

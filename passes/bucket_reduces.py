@@ -51,7 +51,7 @@ from functionalize.ir.waits import WAIT
 from functionalize.passes.base import Pass
 from functionalize.passes.graph_modules import on_graph_module
 from functionalize.passes.maker import Maker
-from functionalize.passes.metadata import is_detached, set_value
+from functionalize.passes.metadata import NewValues, revalue, set_value
 from functionalize.passes.patterns import ALL_REDUCE, REDUCE_SCATTER, Reduce, collectives, reduces
 from functionalize.program.program import Program
 
@@ -82,16 +82,16 @@ class BucketReduces(Pass):
         found = [each for each in reduces(graph) if _is_plain(each)]
         buckets = [] if self.mb is None else self._buckets(graph, found)
         if buckets:
-            returned = _returned_shards(program)
+            returned, values = _returned_shards(program), NewValues(program.fakes)
             place = {node: i for i, node in enumerate(graph.nodes)}
             for bucket in buckets:
-                _merge(graph, bucket, place, returned)
+                _merge(graph, bucket, place, returned, values)
         merged = {id(each) for bucket in buckets for each in bucket}
         single = [r for r in found if id(r) not in merged and _is_view(r)]
         for each in single:
             _unpack(graph, each)
         if buckets or single:
-            _revalue(graph)
+            revalue(graph, program.fakes)
         return len(buckets) + len(single)
 
     def _buckets(self, graph: fx.Graph, found: list[Reduce]) -> list[list[Reduce]]:
@@ -199,12 +199,16 @@ def _is_view(each: Reduce) -> bool:
 
 
 def _merge(
-    graph: fx.Graph, bucket: list[Reduce], place: dict[fx.Node, int], returned: set[fx.Node]
+    graph: fx.Graph,
+    bucket: list[Reduce],
+    place: dict[fx.Node, int],
+    returned: set[fx.Node],
+    values: NewValues,
 ) -> None:
     """Insert one reduction at the last of the bucket, and a slice of its result for each of the others."""
     *_, last = bucket
     all_starts = [each.start for each in bucket]
-    make = Maker(graph, last.start, others=all_starts)
+    make = Maker(graph, last.start, others=all_starts, values=values)
     grads, starts = _with_pads(make, bucket)
     value = make(_PACK, grads, 0, last.world)
     for cast in (n for n in last.feed if n.target is _CAST):
@@ -212,11 +216,11 @@ def _merge(
     value = make(aten.view.default, value, [-1])
     value = make(REDUCE_SCATTER, value, last.op, last.world, last.group)
     if last.all_reduce is not None:
-        make = Maker(graph, last.all_reduce, others=all_starts)
+        make = Maker(graph, last.all_reduce, others=all_starts, values=values)
         value = make(ALL_REDUCE, make(WAIT, value), *last.all_reduce.args[1:])
     readers = [part for each in bucket for part in each.parts]
     anchor = min(readers, key=place.__getitem__) if readers else last.result
-    make = Maker(graph, anchor, last.wait, all_starts)
+    make = Maker(graph, anchor, last.wait, all_starts, values)
     whole = make(WAIT, value)
     for each, start in zip(bucket, starts, strict=True):
         if each.parts:
@@ -257,13 +261,6 @@ def _erase(graph: fx.Graph, each: Reduce) -> None:
     for node in chain:
         if node is not None:
             graph.erase_node(node)
-
-
-def _revalue(graph: fx.Graph) -> None:
-    """Remake the fake values of views whose source lies in other memory now."""
-    for node in graph.nodes:
-        if is_detached(node):
-            set_value(node)
 
 
 def _numel(each: Reduce) -> int:

@@ -88,7 +88,7 @@ class ElideCopies(Pass):
             else:
                 _replace(node, _source(node))
         if copies:
-            revalue(program.graph)
+            revalue(program.graph, program.fakes)
             return len(views) + len(copies) + _undone(program)
         return len(views)
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from functionalize.ir.ops import geometry_of, tensor_metadata
 from functionalize.ir.waits import WAIT
-from functionalize.passes.metadata import origin_meta, set_value
+from functionalize.passes.metadata import NewValues, origin_meta
 from functionalize.passes.patterns import ALL_REDUCE, GATHER, GATHER_LIST, REDUCE_SCATTER
 
 aten = torch.ops.aten
@@ -39,6 +39,7 @@ class Maker:
     """Makes nodes before `anchor`, with the metadata of `origin` (by default the anchor) and with fake values.
 
     others: nodes for which the new ones stand, too; their groups of FSDP2 are joined by `+`.
+    values: what makes the values of these nodes and of others.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class Maker:
         anchor: fx.Node,
         origin: fx.Node | None = None,
         others: Iterable[fx.Node] = (),
+        values: NewValues | None = None,
     ) -> None:
         self.graph, self.anchor = graph, anchor
+        self._values = values or NewValues()
         self.meta = origin_meta(origin or anchor)
         roles = [n.meta["fsdp"] for n in others if "fsdp" in n.meta]
         if roles:
@@ -57,7 +60,7 @@ class Maker:
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self._make(target, args, kwargs, target._schema.name.split("::")[1])
-        set_value(node)
+        self._values.set(node)
         return node
 
     def part(self, whole: fx.Node, index: int) -> fx.Node:

@@ -92,7 +92,7 @@ class MergeDuplicates(Pass):
             for node in reversed(nodes):  # erase also the nodes that only duplicates used
                 if not node.users and numbers.is_known(node):
                     program.graph.erase_node(node)
-            revalue(program.graph)
+            revalue(program.graph, program.fakes)
         return done
 
 

@@ -14,7 +14,9 @@ from torch import Tensor, fx
 
 from functionalize._compat.fakes import FakeTensor
 from functionalize._compat.graphs import pytree
+from functionalize._compat.references import address
 from functionalize.analysis.aliases import is_view, storage_key
+from functionalize.ir.fakes import FakeResultCache, Fakes
 from functionalize.ir.ops import geometry_of, tensor_metadata
 
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
@@ -30,15 +32,42 @@ def set_value(node: fx.Node) -> None:
 
     One without a tensor among its arguments (`full`) makes a fake one of the mode of the first in the graph.
     """
-    args, kwargs = value_of(node.args), value_of(node.kwargs)
-    others = (n.meta.get("val") for n in node.graph.nodes)
-    near = itertools.chain([(args, kwargs)], others)
-    leaves = itertools.chain.from_iterable(map(pytree.tree_leaves, near))
-    mode = next((t.fake_mode for t in leaves if isinstance(t, FakeTensor)), nullcontext())
-    target: Any = node.target
-    with mode, torch.no_grad():
-        value = target(*args, **kwargs)
-    describe(node, value)
+    NewValues().set(node)
+
+
+class NewValues:
+    """Makes the values of many nodes, as `set_value` does: of equal layers, each op is run for one of them.
+
+    fakes: what made the values of the program, if it is known: then an op that the program has is not run at all.
+    """
+
+    def __init__(self, fakes: Fakes | None = None) -> None:
+        self._fakes = fakes
+        self._caches: dict[int, tuple[Any, FakeResultCache]] = {}  # address of a fake mode -> it
+
+    def set(self, node: fx.Node) -> None:
+        """Fill `val` and `tensor_meta` of one node."""
+        target: Any = node.target
+        args, kwargs = value_of(node.args), value_of(node.kwargs)
+        others = (n.meta.get("val") for n in node.graph.nodes)
+        near = itertools.chain([(args, kwargs)], others)
+        leaves = itertools.chain.from_iterable(map(pytree.tree_leaves, near))
+        mode = next((t.fake_mode for t in leaves if isinstance(t, FakeTensor)), None)
+
+        def op() -> Any:
+            with nullcontext() if mode is None else mode:
+                return target(*args, **kwargs)
+
+        with torch.no_grad():
+            if mode is None:
+                value = op()
+            elif self._fakes is not None and mode is self._fakes.mode:
+                value = self._fakes.run(target, args, kwargs)
+            else:
+                if address(mode) not in self._caches:
+                    self._caches[address(mode)] = mode, FakeResultCache(mode)
+                value = self._caches[address(mode)][1].run(target, args, kwargs, op)
+        describe(node, value)
 
 
 def is_detached(node: fx.Node) -> bool:
@@ -66,8 +95,9 @@ def describe(node: fx.Node, value: Any) -> None:
         node.meta.pop("tensor_meta", None)
 
 
-def revalue(graph: fx.Graph) -> None:
-    """Make the fake values of views anew whose source is another node now; linear in nodes."""
+def revalue(graph: fx.Graph, fakes: Fakes | None = None) -> None:
+    """Make the fake values of views anew whose source is another node now; linear in nodes. fakes: see `NewValues`."""
+    values = NewValues(fakes)
     for node in graph.nodes:
         if is_detached(node):
-            set_value(node)
+            values.set(node)

@@ -43,7 +43,7 @@ from functionalize.ir.commit import commit
 from functionalize.ir.epilogue import Copy, Set
 from functionalize.ir.ops import geometry_of
 from functionalize.passes.base import FUNCTIONAL, INPLACE, Pass
-from functionalize.passes.metadata import origin_meta, set_value
+from functionalize.passes.metadata import NewValues, origin_meta, set_value
 from functionalize.program.program import Program
 from functionalize.program.prune_unused import drop_unused_results
 
@@ -345,10 +345,11 @@ def _rewrite(
         if each not in moved and any(n in moved for n in each.all_input_nodes):
             each.args = fx.node.map_arg(each.args, lambda n: _now(n, moved))
             each.kwargs = fx.node.map_arg(each.kwargs, lambda n: _now(n, moved))
+    values = NewValues(program.fakes)
     for new in moved:
         for member in plan.of(new).members:  # views of the result lie in other memory now
             if member not in moved:
-                set_value(member)
+                values.set(member)
     for op in reversed(chosen):
         _erase(op)
     program.epilogue = tuple(action for action in program.epilogue if action not in replaced)

@@ -32,7 +32,7 @@ from torch import Tensor, fx
 from functionalize.ir.ops import geometry_of
 from functionalize.passes.base import Pass
 from functionalize.passes.graph_modules import on_graph_module
-from functionalize.passes.metadata import set_value
+from functionalize.passes.metadata import NewValues
 from functionalize.passes.views import Geometries, erase_unused, is_plain, same_above
 from functionalize.program.program import Program
 
@@ -48,6 +48,7 @@ class RemoveNoops(Pass):
 
     def apply(self, program: Program) -> int:
         done, guarded, known = 0, bool(program.guards), Geometries()
+        values = NewValues(program.fakes)
         for node in list(program.graph.nodes):
             same = same_above(node, guarded, known)
             if same is not None:
@@ -55,7 +56,7 @@ class RemoveNoops(Pass):
                 erase_unused(node)
                 done += 1
             elif node.target in _COPIED and node.users and is_plain(node):
-                done += _to_clone(node)
+                done += _to_clone(node, values)
         return done
 
 
@@ -111,7 +112,7 @@ _COPIED: Mapping[Any, Callable[[fx.Node], Any]] = MappingProxyType(
 )
 
 
-def _to_clone(node: fx.Node) -> bool:
+def _to_clone(node: fx.Node, values: NewValues) -> bool:
     """Replace an op that copies its argument by `clone`, unless the layout would differ."""
     source = _COPIED[node.target](node)
     if not isinstance(source, fx.Node) or not is_plain(source):
@@ -119,7 +120,7 @@ def _to_clone(node: fx.Node) -> bool:
     with node.graph.inserting_before(node):
         clone = node.graph.create_node("call_function", _CLONE, (source,), name="clone")
     clone.meta = dict(node.meta)
-    set_value(clone)
+    values.set(clone)
     old, new = node.meta["val"], clone.meta["val"]
     assert isinstance(old, Tensor)
     if geometry_of(old) != geometry_of(new) or old.device != new.device:

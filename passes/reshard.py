@@ -42,6 +42,7 @@ from functionalize.cost.costs import seconds
 from functionalize.cost.liveness import Liveness, Storage
 from functionalize.cost.machines.presets import machine_named
 from functionalize.errors import PassError
+from functionalize.ir.fakes import Fakes
 from functionalize.passes.base import INPLACE, Pass
 from functionalize.passes.graph_modules import on_graph_module
 from functionalize.passes.metadata import origin_meta, revalue, set_value
@@ -123,7 +124,8 @@ class Reshard(Pass):
         ScheduleMemory().apply(trial)
         room = _GapRoom(trial.graph, self, growth)
         fits = {gap.after[0].gather.start.name for gap in _grow(room)}
-        return _merge(program.graph, [g for g in gaps if g.after[0].gather.start.name in fits])
+        kept = [gap for gap in gaps if gap.after[0].gather.start.name in fits]
+        return _merge(program.graph, kept, program.fakes)
 
     def _while_any(self, graph: fx.Graph, choose: _Choose, change: _Change) -> int:
         """Choose and rewrite repeatedly, until no choice is left."""
@@ -273,7 +275,7 @@ def _shrink(room: _GapRoom) -> list[Gap]:
 # -- rewriting -------------------------------------------------------------------------------------
 
 
-def _merge(graph: fx.Graph, gaps: list[Gap]) -> int:
+def _merge(graph: fx.Graph, gaps: list[Gap], fakes: Fakes | None = None) -> int:
     """Replace the later gather of each gap by the earlier one, and erase it."""
     home: dict[fx.Node, Gather] = {}
     for gap in sorted(gaps, key=lambda g: g.after[0].first):
@@ -287,7 +289,7 @@ def _merge(graph: fx.Graph, gaps: list[Gap]) -> int:
             if not node.users:
                 graph.erase_node(node)
     if gaps:
-        revalue(graph)
+        revalue(graph, fakes)
     return len(gaps)
 
 

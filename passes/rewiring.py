@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from functionalize._compat.graphs import pytree
 from functionalize.analysis.aliases import storage_key
-from functionalize.passes.metadata import set_value
+from functionalize.passes.metadata import NewValues
 
 
 class Rewiring:
@@ -37,6 +37,7 @@ class Rewiring:
 
     def settle(self) -> None:
         """Remake the fake values of views whose source lies in other memory now."""
+        values = NewValues()
         moved: dict[fx.Node, set[int]] = {}  # the memory that a node's value lay on
         for node in self.graph.nodes:
             if node.op != "call_function":
@@ -46,7 +47,7 @@ class Rewiring:
                 lost |= moved.get(used, set())
             if lost and not lost.isdisjoint(_memory(node)):
                 moved[node] = set(_memory(node))
-                set_value(node)
+                values.set(node)
 
 
 def _memory(node: fx.Node) -> Iterator[int]:

@@ -60,11 +60,11 @@ class ScheduleMemory(Pass):
         rules = _Rules.of(live, overlap)
         uses = Uses.among(live, {} if overlap else scratch_in(live))
         best = first = Schedule(uses, list(range(len(live.nodes))))
-        while (found := _better(best, rules)).peak < best.peak * (1 - _WORTH):
+        constraints = rules.constraints(first)
+        while (found := _better(best, rules, constraints)).peak < best.peak * (1 - _WORTH):
             best = found
         order = best.order
         if not overlap:
-            constraints = Constraints(best, rules.chains, rules.fixed, rules.walls)
             order = overlapped(best, constraints, live, best.peak)
         return reorder([live.nodes[i] for i in order]) if order != first.order else 0
 
@@ -72,16 +72,27 @@ class ScheduleMemory(Pass):
 schedule_memory = on_graph_module(ScheduleMemory())
 
 
-def _better(best: Schedule, rules: _Rules) -> Schedule:
-    """The best of a few orders that start from one."""
-    start = Schedule(best.uses, _one_reduction_in_flight(best)) if rules.overlap else best
-    order = Constraints(start, rules.chains, rules.fixed, rules.walls, rules.late)
-    found = [start]
-    for sweeps in ((order.later, order.earlier), (order.earlier, order.later)):
-        each = start
-        for sweep in sweeps:
-            each = Schedule(best.uses, sweep(each))
-            found.append(each)
+def _better(best: Schedule, rules: _Rules, order: Constraints) -> Schedule:
+    """The best of a few orders that start from one.
+
+    order: the constraints, unless `rules.overlap`: then waits move first, and the constraints are on what follows.
+    """
+    start = best
+    if rules.overlap:
+        start = Schedule(best.uses, _one_reduction_in_flight(best))
+        order = rules.constraints(start)
+
+    def later(each: Schedule) -> Schedule:
+        return Schedule(best.uses, order.later(each))
+
+    def earlier(each: Schedule) -> Schedule:
+        return Schedule(best.uses, order.earlier(each))
+
+    first, second = later(start), earlier(start)
+    # A sweep of an order that stayed as it was has been done.
+    both = second if first.order == start.order else earlier(first)
+    other = first if second.order == start.order else later(second)
+    found = (start, first, both, second, other)
     return min(found, key=lambda each: (each.peak, each.total))
 
 
@@ -97,6 +108,10 @@ class _Rules:
     fixed: list[int]
     walls: list[int]
     late: list[int]
+
+    def constraints(self, start: Schedule) -> Constraints:
+        """The constraints on an order that is made of another one: the same for all orders that keep to them."""
+        return Constraints(start, self.chains, self.fixed, self.walls, self.late)
 
     @staticmethod
     def of(live: Liveness, overlap: bool) -> _Rules:

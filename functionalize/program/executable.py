@@ -25,6 +25,7 @@ from functionalize._compat.graphs import pytree
 from functionalize.errors import GuardError
 from functionalize.ir.commit import Commit, commit
 from functionalize.ir.epilogue import Action, apply_epilogue, whole_copies
+from functionalize.ir.fakes import Fakes
 from functionalize.ir.generators import generators_restored_on_error, is_random
 from functionalize.ir.guards import Guard, Miss, NanGuard, TensorGuard, ValueGuard, first_failure
 from functionalize.ir.inputs import Call, InputSpec
@@ -137,6 +138,11 @@ class Executable:
             self._evaluate(OpPlaces)
             if self.notes is not None:
                 self.notes.resolved = None  # the records of a plan keep the notes alive
+
+    @property
+    def fakes(self) -> Fakes | None:
+        """What made the values of the nodes; None of a graph that had values."""
+        return None if self._values is None else self._values.fakes
 
     def _evaluate(self, places: Callable[[TapeNotes], Any]) -> Values:
         if self._values is None:

@@ -29,7 +29,7 @@ A result of an op without a fake kernel that answers (custom ops without `regist
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import torch
@@ -122,9 +122,13 @@ def _read_provenance(graph: fx.Graph) -> None:
         tape.annotate(node, record)
         node.meta["original_aten"] = record.target
     tape.name_gradients(graph)
-    # A new dict has no room for what was removed: megabytes, of many nodes.
+    # Filled again, a dict has no room for what was removed: megabytes, of many nodes. (Setting `meta` takes longer.)
     for node in graph.nodes:
-        node.meta = {name: each for name, each in node.meta.items() if name != "record"}
+        meta = node.meta
+        meta.pop("record", None)
+        kept = list(meta.items())
+        meta.clear()
+        meta.update(kept)
 
 
 def _set_modules_of_groups(graph: fx.Graph) -> None:
@@ -227,7 +231,13 @@ def size_by_data(node: fx.Node) -> Any:
     record = node.meta.get("record")
     if "sized" in node.meta or record is None:
         return node.meta.get("sized")
-    return as_recorded(node) if is_sized_by_data(record) else None
+    may_be = _may_be_sized_by_data(record.target)
+    return as_recorded(node) if may_be and is_sized_by_data(record) else None
+
+
+@cache
+def _may_be_sized_by_data(target: Any) -> bool:
+    return torch.Tag.dynamic_output_shape in getattr(target, "tags", ())
 
 
 def as_recorded(node: fx.Node) -> Any:
@@ -274,11 +284,12 @@ class Values:
     Those of a block that is like an earlier one are made from descriptions of the values there: first the ones that
     nodes outside of the block read, which `call_costs` needs; the others by `finish`. A block that writes is run.
     Invariant: they are those of the graph as it was at first, whatever is changed before `finish`.
+    fakes: what makes them, which knows the results of all these calls.
     """
 
     def __init__(self, program: GraphWithInputs) -> None:
         self._constants, self._repeats = program.constants, program.repeats
-        self._fakes, self._specs = Fakes(), iter(program.inputs)
+        self.fakes, self._specs = Fakes(), iter(program.inputs)
         self._env: dict[fx.Node, Any] = {}
         self._looks: dict[Geometry, TensorMetadata] = {}  # the values of equal layers share them
         self._recipes: dict[int, list[Any]] = {}  # start of a block -> recipes of its values
@@ -311,7 +322,7 @@ class Values:
 
     def _make(self, block: Section, like: Section, wanted: Container[int]) -> None:
         """Make the values of a block that is like another one. wanted: at these places."""
-        nodes, made, env = self._repeats.nodes, self._fakes.made, self._env
+        nodes, made, env = self._repeats.nodes, self.fakes.made, self._env
         if like.start not in self._recipes:
             # A result is described as it is now: after all writes.
             there = range(like.start, like.end)
@@ -343,7 +354,7 @@ class Values:
     def _recipe(self, place: int) -> Any:
         """The recipe of a value that a node has; None if it must be run."""
         node = self._repeats.nodes[place]
-        return self._fakes.recipe(node.target, node.meta["val"], self._tensors(place))
+        return self.fakes.recipe(node.target, node.meta["val"], self._tensors(place))
 
     def _tensors(self, place: int) -> list[Tensor]:
         """The tensors that a node reads."""
@@ -361,7 +372,7 @@ class Values:
         """
         target: Any = node.target
         try:
-            return self._fakes.run(target, args, kwargs)
+            return self.fakes.run(target, args, kwargs)
         except Exception as error:
             made = as_recorded(node) if _is_as_recorded(node, args, kwargs) else None
             if made is None:
@@ -371,10 +382,10 @@ class Values:
                     "`torch.library.register_fake`, or capture without passes"
                 ) from error
             self._as_recorded.add(address(target))
-            return self._fakes.sized(made)
+            return self.fakes.sized(made)
 
     def _run(self, node: fx.Node) -> None:
-        fakes = self._fakes
+        fakes = self.fakes
         if node.op == "placeholder":
             value = fake_input(fakes, next(self._specs))
         elif node.op == "get_attr":

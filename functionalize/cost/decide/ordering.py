@@ -40,7 +40,7 @@ class Uses:
     reads: per node, the nodes that are its arguments.
     holds: per node, the nodes whose storages it keeps alive until it runs, as a wait does (`held_before`).
     of: per node, the storages of its value.
-    touches: per node, the storages of its value and of the nodes that it reads or holds.
+    touches: per node, the storages of its value and of the nodes that it reads or holds. touched: their bytes.
     users: per storage, the nodes that touch it.
     scratch: what a backend allocates for a collective, by node: its size, and the waits until which it is live.
     """
@@ -51,6 +51,7 @@ class Uses:
     holds: Rows
     of: Rows
     touches: Rows
+    touched: list[int]
     users: Rows
     scratch: Scratch
 
@@ -70,8 +71,9 @@ class Uses:
             near = () if part else (*reads[i], *holds[i])
             touches.append(tuple(dict.fromkeys((*of[i], *(s for j in near for s in of[j])))))
         nbytes = [s.nbytes for s in live.storages]
+        touched = [sum(map(nbytes.__getitem__, row)) for row in touches]
         users = _transposed(touches, len(nbytes))
-        return Uses(live.nodes, nbytes, reads, holds, of, touches, users, scratch)
+        return Uses(live.nodes, nbytes, reads, holds, of, touches, touched, users, scratch)
 
 
 def _transposed(rows: Rows, size: int) -> Rows:
@@ -180,7 +182,7 @@ class Constraints:
             if len(users) == 1:
                 delta[users[0]] -= nbytes
         ready = _Ready(start, self.follows)
-        memory = 0
+        memory, touches = 0, uses.touches
 
         def offer(i: int) -> None:
             if free[i] and (delta[i] < 0 or (views[i] and not needs[i])):
@@ -189,7 +191,7 @@ class Constraints:
         def run(i: int) -> None:
             nonlocal memory
             memory += delta[i]
-            for storage in uses.touches[i]:
+            for storage in touches[i]:
                 left[storage] -= 1
                 last[storage] -= i
                 if left[storage] == 1:
@@ -212,7 +214,7 @@ class Constraints:
         makes = _allocated(start)
         made = {start.order[at] for at in start.first}  # includes creators of empty storages
         # Per node, live bytes before it minus live bytes after it, if it ran last of the nodes not yet placed.
-        delta = [sum(nbytes[s] for s in row) - makes[i] for i, row in enumerate(uses.touches)]
+        delta = list(map(operator.sub, uses.touched, makes))
         ready = _Ready(start, self.leads, -1)
 
         def offer(i: int) -> None:
@@ -223,8 +225,9 @@ class Constraints:
             for storage in uses.touches[i]:
                 if not is_live[storage]:
                     is_live[storage] = True
+                    freed = nbytes[storage]
                     for user in uses.users[storage]:
-                        delta[user] -= nbytes[storage]
+                        delta[user] -= freed
                         offer(user)
             for j in ready.done(i, self.follows[i]):
                 offer(j)
@@ -283,23 +286,25 @@ class _Ready:
         """Record that a node ran; return which of `others`, the nodes that wait for it, can run now."""
         self._ran[i] = True
         self.order.append(i)
-        found = []
+        missing, found = self._missing, []
         for j in others:
-            self._missing[j] -= 1
-            if not self._missing[j]:
+            missing[j] -= 1
+            if not missing[j]:
                 heapq.heappush(self._waiting, self._rank[j])
                 found.append(j)
         return found
 
     def each(self, fits: Callable[[int], bool]) -> Iterator[int]:
         """Yield the next node until none is left. A hastened node that does not fit runs at its original position."""
-        while (i := self._next(fits)) is not None:
+        at, sign, ran, pop = self._at, self._sign, self._ran, heapq.heappop
+        hastened, waiting = self._hastened, self._waiting
+        while hastened or waiting:
+            if hastened:
+                i = at[sign * pop(hastened)]
+                if ran[i] or not fits(i):
+                    continue
+            else:
+                i = at[sign * pop(waiting)]
+                if ran[i]:
+                    continue
             yield i
-
-    def _next(self, fits: Callable[[int], bool]) -> int | None:
-        for heap in (self._hastened, self._waiting):
-            while heap:
-                i = self._at[self._sign * heapq.heappop(heap)]
-                if not self._ran[i] and (heap is self._waiting or fits(i)):
-                    return i
-        return None
