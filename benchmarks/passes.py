@@ -1,13 +1,15 @@
-"""The cost of passes: time per node in a small and a large graph, and the time from a step to a compiled program.
+"""The cost of passes: per node in a small and a large graph, from a step to a compiled program, and in eager steps.
 
-    python -m benchmarks.passes [--nodes 2000 50000] [--layers 4 16 64 126] [--only fold_views,verify]
-                                [--skip-passes] [--skip-compile] [--json]
+    python -m benchmarks.passes [--nodes 2000 50000] [--layers 4 16 64 126] [--steps 4 16 48]
+                                [--only fold_views,verify] [--skip-passes] [--skip-compile] [--json]
 
 First table: microseconds per node of every registered pass, and of what runs around each (copy, lint, verify), on the
 captured FSDP2 step of a transformer (width 16, fused AdamW, every block wrapped) with as many blocks as give that many
 nodes. A ratio of 1 is linear. Second table: seconds from a step to a program (the capture itself), to its metadata, to
-an optimised and to a compiled program. One process of a fake process group of two: no data is exchanged, and none of
-this depends on data. Medians, each run started from a clean garbage collector. Inductor
+an optimised and to a compiled program. Third table: CPU time of `default` and `fast`, with the metadata, the copy and
+`verify`, as a ratio to an eager step, by number of blocks (RMSNorm, SwiGLU, width 64). One process of a fake process
+group of two: no data is exchanged, and none of this depends on data. Medians, each run started from a clean garbage
+collector. Inductor
 finds kernels of one depth in its cache at the next: to measure it cold, pass one depth and an empty
 TORCHINDUCTOR_CACHE_DIR.
 """
@@ -22,11 +24,13 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
@@ -48,12 +52,15 @@ Row = dict[str, Any]
 
 
 class Step:
-    """A training step of `layers` blocks under `fully_shard`, captured."""
+    """A training step of `layers` blocks under `fully_shard`, captured. kind: makes a block of a width."""
 
-    def __init__(self, layers: int) -> None:
-        subjects.WIDTH = WIDTH
+    def __init__(
+        self, layers: int, width: int = WIDTH, kind: Callable[[int], nn.Module] | None = None
+    ) -> None:
         torch.manual_seed(0)
-        self.model = subjects.Transformer(layers)
+        self.model = subjects.Transformer(layers, width)
+        if kind is not None:
+            self.model.blocks = nn.ModuleList(kind(width) for _ in range(layers))
         for block in self.model.blocks:
             fully_shard(block)
         fully_shard(self.model)
@@ -61,11 +68,17 @@ class Step:
         shape = (subjects.BATCH, subjects.SEQUENCE)
         self.tokens = torch.randint(0, subjects.VOCABULARY, shape)
         self.step(self.tokens), self.step(self.tokens)  # the optimizer's state, FSDP2's buffers
-        captured = fz.capture(self.step, audit=False)
+        captured = fz.capture(self.step, audit=False, record_after=1)
         captured(self.tokens)
         self.seconds = _seconds(lambda: captured(self.tokens))
         assert captured.program is not None
         self.program = captured.program
+
+    def captured(self) -> fz.CapturedStep:
+        """The step, captured once more."""
+        captured = fz.capture(self.step, audit=False, record_after=1)
+        captured(self.tokens), captured(self.tokens)
+        return captured
 
     def step(self, tokens: Tensor) -> Tensor:
         loss = self.model(tokens)
@@ -75,11 +88,11 @@ class Step:
         return loss.detach()
 
 
-def _seconds(run: Callable[[], Any]) -> float:
+def _seconds(run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
     gc.collect()
-    start = time.perf_counter()
+    start = clock()
     run()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def of_size(nodes: int) -> fz.Program:
@@ -183,6 +196,55 @@ def stages(layers: int, compiled: bool) -> Row:
     return row
 
 
+# -- in eager steps --------------------------------------------------------------------------------
+
+
+class SwigluBlock(nn.Module):
+    """A block of Llama's kind, without rotations."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, 4 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, w = x.shape
+        y, heads = self.norm1(x), (b, s, subjects.HEADS, w // subjects.HEADS)
+        q, k, v = (each(y).view(heads).transpose(1, 2) for each in (self.q, self.k, self.v))
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(a.transpose(1, 2).reshape(b, s, w))
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def in_eager_steps(layers: int, repeat: int) -> Row:
+    """Milliseconds of an eager step, and the CPU time of each pipeline as a ratio to it."""
+    subject = Step(layers, 64, SwigluBlock)
+    eager = statistics.median(
+        _seconds(lambda: subject.step(subject.tokens), time.process_time) for _ in range(15)
+    )
+    row: Row = {"layers": layers, "eager": eager, "nodes": subject.program.nodes()}
+    for pipeline in ("default", "fast"):
+        times = []
+        for _ in range(repeat):
+            program = subject.captured().program  # a new one: it has no metadata
+            run = partial(passes.run, program, pipeline)
+            times.append(_seconds(run, time.process_time))
+        row[pipeline] = statistics.median(times) / eager
+    return row
+
+
+def table_of_steps(rows: list[Row]) -> str:
+    """A line per depth."""
+    lines = [f"{'layers':>6} {'nodes':>7} {'eager ms':>9} {'default':>8} {'fast':>8}  x eager"]
+    for row in rows:
+        cells = f"{row['eager'] * 1e3:9.1f} {row['default']:8.1f} {row['fast']:8.1f}"
+        lines.append(f"{row['layers']:>6} {row['nodes']:>7} {cells}")
+    return "\n".join(lines)
+
+
 def compile_and_run(program: fz.Program, tokens: Tensor) -> None:
     """Compile with Inductor, and run once: some of it is compiled when it first runs."""
     from functionalize.run import runner
@@ -215,6 +277,7 @@ def main() -> None:
     )
     parser.add_argument("--nodes", type=int, nargs="+", default=[2000, 50000])
     parser.add_argument("--layers", type=int, nargs="*", default=[4, 16, 64, 126])
+    parser.add_argument("--steps", type=int, nargs="*", default=[4, 16, 48])
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--only", help="names of the first table, separated by commas")
     parser.add_argument("--skip-passes", action="store_true")
@@ -231,14 +294,18 @@ def main() -> None:
     if options.layers and not options.skip_compile:
         torch.compile(torch.sin)(torch.ones(2))  # imports, the C++ compiler's first use
     second = [stages(n, not options.skip_compile) for n in options.layers]
+    third = [in_eager_steps(n, options.repeat) for n in options.steps]
     if options.json:
-        print(json.dumps({"machine": machine(), "passes": first, "stages": second}))
+        results = {"passes": first, "stages": second, "steps": third}
+        print(json.dumps({"machine": machine(), **results}))
         return
     print(machine())
     if first:
         print(table_of_passes(first))
     if second:
         print(table_of_stages(second))
+    if third:
+        print(table_of_steps(third))
 
 
 if __name__ == "__main__":
