@@ -28,8 +28,8 @@ from benchmarks.machine import machine
 from examples import llama
 from functionalize.cost.costs import seconds
 from functionalize.cost.machines.presets import MACHINES
-from functionalize.planner.report.memory_figures import EAGER
 from functionalize.planner.sweep.plan import plan
+from functionalize.planner.timeline.timeline import EAGER
 from functionalize.planner.tuning.choices import frontier
 from functionalize.planner.tuning.pieces import recording
 from functionalize.planner.tuning.policy import LayerPolicy

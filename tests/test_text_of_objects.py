@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import functionalize as fz
 from functionalize.cost.machines.presets import MACHINES
-from functionalize.planner.report.partings import Parting
+from functionalize.planner.report.text import Parting
 from functionalize.planner.tuning.policy import EagerPolicy, LayerPolicy
 from tests.steps import make_step
 

@@ -16,7 +16,7 @@ from functionalize._compat.distributed import fake_process_group
 from functionalize.cost.categories import Category
 from functionalize.cost.machines.presets import MACHINES
 from functionalize.ir.phases import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE
-from functionalize.planner.report.spans import Span
+from functionalize.planner.report.rows import Span
 from functionalize.planner.time.communication import members_of
 from functionalize.planner.time.step_time import StepTime, step_time
 from functionalize.planner.timeline.timeline import BEFORE, Allocation, Event, Op, Timeline

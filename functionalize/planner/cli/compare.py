@@ -19,8 +19,8 @@ from rich.console import Console
 from functionalize.errors import UsageError
 from functionalize.planner.cli.console import Out, plain, run, table
 from functionalize.planner.machines.files import read_json
-from functionalize.planner.report.memory_figures import EAGER
 from functionalize.planner.sweep.columns import COLUMNS
+from functionalize.planner.timeline.timeline import EAGER
 from functionalize.util.text import human_bytes
 
 _KINDS = {"points": "plan", "timelines": "memory"}

@@ -27,7 +27,7 @@ from functionalize.planner.cli.recorded import Job, recorded
 from functionalize.planner.cli.recorded_step import Recorded
 from functionalize.planner.cli.scripts import as_usage, check_files, check_picture
 from functionalize.planner.pictures.tape_picture import tape_picture
-from functionalize.planner.report.memory_text import signed
+from functionalize.planner.report.text import signed
 from functionalize.planner.sweep import checks
 from functionalize.program.printer import node_text, program_text, where_text
 from functionalize.program.program import Program

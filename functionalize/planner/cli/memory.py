@@ -26,12 +26,12 @@ from functionalize.planner.machines.files import machine_of
 from functionalize.planner.pictures.chrome_trace import TraceRun, write_trace
 from functionalize.planner.pictures.page import Table, write_page
 from functionalize.planner.pictures.pictures import memory_picture
-from functionalize.planner.report.event_times import event_times, reached
-from functionalize.planner.report.memory import Memory
-from functionalize.planner.report.memory_figures import EAGER, PROGRAM, StorageRow
-from functionalize.planner.report.memory_text import short_line, signed
+from functionalize.planner.report.figures import StorageRow
+from functionalize.planner.report.rows import event_times, reached
+from functionalize.planner.report.text import Memory, short_line, signed
 from functionalize.planner.sweep.checks import target_on
 from functionalize.planner.time.step_time import step_time
+from functionalize.planner.timeline.timeline import EAGER, PROGRAM
 from functionalize.util.text import human_bytes
 
 _COMMON = re.compile(r"\b(?:aten|inductor|profiler)\.|\.default\b|\._RecordFunction\b")

@@ -10,7 +10,7 @@ from functionalize.planner.allocator.alloc_conf import Settings
 from functionalize.planner.allocator.allocator import fsdp2_streams
 from functionalize.planner.lifetimes.lifetimes import Lifetimes
 from functionalize.planner.machines.constants import DeviceConstant
-from functionalize.planner.report.memory import Memory
+from functionalize.planner.report.text import Memory
 from functionalize.planner.scratch.scratch import scratch_bytes
 from functionalize.planner.scratch.unknown import uncounted
 from functionalize.planner.timeline.timeline import Timeline

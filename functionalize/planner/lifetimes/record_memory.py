@@ -2,7 +2,7 @@
 
     step = fz.record_memory(train_step)
     step(batch)                 runs eagerly, and records when storages are allocated and freed
-    step.memory.peak            of that call; see `planner/report/memory.py`: eager's lifetimes, without a program's
+    step.memory.peak            of that call; see `planner/report/text.py`: eager's lifetimes, without a program's
 
 Any call can be recorded: a first step, a step that cannot be captured, one that fails half-way, a captured step that
 replays. It costs less than half of `capture(memory=True)`, which also reports the memory of the program.

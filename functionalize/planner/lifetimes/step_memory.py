@@ -3,7 +3,7 @@
     step = fz.capture(train_step, memory=True)
     step.memory.eager          the recorded allocations and frees, and the scratch of ops
     step.memory.program        those of a replay, which frees at the last use
-    step.memory.text(), ...    the report on both, see `planner/report/memory.py`
+    step.memory.text(), ...    the report on both, see `planner/report/text.py`
 
 Both are computed at their first use, from what `observer.py` has recorded.
 """

@@ -23,10 +23,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from functionalize.errors import PictureError
-from functionalize.planner.report.display import first_event
-from functionalize.planner.report.event_times import event_times, times_of
-from functionalize.planner.report.rows import Interval, exposed, rows_of
-from functionalize.planner.report.spans import Span
+from functionalize.planner.report.rows import (
+    Interval,
+    Span,
+    event_times,
+    exposed,
+    first_event,
+    rows_of,
+    times_of,
+)
 from functionalize.planner.timeline.timeline import Timeline, parts
 
 WAITS = "compute waits"

@@ -32,22 +32,17 @@ from functionalize.cost.categories import Category
 from functionalize.errors import PictureError
 from functionalize.planner.pictures.canvas import GREY, INK, RED, upper_end
 from functionalize.planner.pictures.pictures import columns
-from functionalize.planner.report.display import (
+from functionalize.planner.report.figures import Peak, brief, check_held, groups, pattern, place
+from functionalize.planner.report.rows import (
     COLOURS,
     OTHER_PHASE,
     PHASE_COLOURS,
-    Peak,
     anchors,
-    brief,
-    check_held,
     first_event,
-    groups,
-    pattern,
     placed,
     stretches,
 )
-from functionalize.planner.report.memory_figures import place
-from functionalize.planner.report.memory_text import short_line
+from functionalize.planner.report.text import short_line
 from functionalize.planner.timeline.timeline import BEFORE, Allocation, Op, Timeline
 from functionalize.util.text import BYTES, human_bytes, human_seconds
 

@@ -42,17 +42,14 @@ from functionalize.planner.pictures.canvas import (
     upper_end,
 )
 from functionalize.planner.pictures.schedule_picture import schedule_picture
-from functionalize.planner.report.display import (
+from functionalize.planner.report.figures import Peak, brief, check_held, groups
+from functionalize.planner.report.rows import (
     COLOURS,
     OTHER_PHASE,
     PHASE_COLOURS,
-    Peak,
     anchors,
-    brief,
-    check_held,
     coarse,
     first_event,
-    groups,
     placed,
     stretches,
 )

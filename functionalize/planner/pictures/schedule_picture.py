@@ -16,14 +16,19 @@ from typing import TYPE_CHECKING
 
 from functionalize.errors import PictureError
 from functionalize.planner.pictures.canvas import COLUMNS, PALE, RED, Canvas, shorter, tick
-from functionalize.planner.report.display import (
+from functionalize.planner.report.rows import (
+    COMPUTE,
     COMPUTE_COLOURS,
     OTHER_PHASE,
     OTHER_STREAM,
     STREAM_COLOURS,
+    Span,
+    exposed,
+    merged,
+    rectangles,
+    rows_of,
+    total,
 )
-from functionalize.planner.report.rows import COMPUTE, exposed, merged, rectangles, rows_of, total
-from functionalize.planner.report.spans import Span
 from functionalize.util.text import human_seconds
 
 if TYPE_CHECKING:

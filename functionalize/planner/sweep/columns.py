@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from functionalize.planner.fake_world.kernel_log import Choice
-from functionalize.planner.report.memory import Memory
-from functionalize.planner.report.memory_figures import EAGER
+from functionalize.planner.report.text import Memory
 from functionalize.planner.time.step_time import StepTime
+from functionalize.planner.timeline.timeline import EAGER
 from functionalize.util.text import human_bytes, human_seconds
 
 Column = tuple[str, str, Callable[[Any], str]]

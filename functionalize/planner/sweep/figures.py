@@ -19,14 +19,14 @@ from functionalize.cost.machines.machine import Machine
 from functionalize.planner.allocator.alloc_conf import Settings
 from functionalize.planner.lifetimes.step_memory import StepMemory
 from functionalize.planner.machines.constants import declared
-from functionalize.planner.report.memory import Memory
-from functionalize.planner.report.memory_figures import PROGRAM
+from functionalize.planner.report.text import Memory
 from functionalize.planner.sweep.columns import levels_row
 from functionalize.planner.sweep.training import Items
 from functionalize.planner.time.call_costs import Costs, call_costs
 from functionalize.planner.time.communication import Traffic, communication, members_of
 from functionalize.planner.time.compute import Work, compute
 from functionalize.planner.time.step_time import StepTime, step_time, time_range
+from functionalize.planner.timeline.timeline import PROGRAM
 from functionalize.program.program import Program
 
 

@@ -46,7 +46,7 @@ from functionalize.planner.lifetimes.record_memory import RecordedMemory, record
 from functionalize.planner.lifetimes.step_memory import StepMemory
 from functionalize.planner.machines.constants import declared
 from functionalize.planner.machines.files import machine_of
-from functionalize.planner.report.memory import Memory
+from functionalize.planner.report.text import Memory
 from functionalize.planner.sweep.changes import change, modules_of
 from functionalize.planner.sweep.checks import check_functions, check_points, world_of
 from functionalize.planner.sweep.figures import Figures, memory_of

@@ -34,8 +34,7 @@ from typing import Any, Protocol
 from functionalize.cost.machines.machine import Machine
 from functionalize.errors import PlanError
 from functionalize.planner.fake_world.kernel_log import Choice
-from functionalize.planner.report.memory import Memory
-from functionalize.planner.report.memory_figures import EAGER
+from functionalize.planner.report.text import Memory
 from functionalize.planner.sweep.columns import (
     ASKED,
     COLUMNS,
@@ -47,6 +46,7 @@ from functionalize.planner.sweep.columns import (
 from functionalize.planner.sweep.figures import Figures
 from functionalize.planner.sweep.grid import Point
 from functionalize.planner.sweep.training import Training
+from functionalize.planner.timeline.timeline import EAGER
 from functionalize.util.text import counted, human_bytes
 
 

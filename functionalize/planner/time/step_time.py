@@ -27,7 +27,7 @@ from typing import Any
 from functionalize._compat.autograd import RECOMPUTE
 from functionalize.cost.machines.machine import Machine
 from functionalize.cost.machines.presets import MACHINES
-from functionalize.planner.report.spans import Span
+from functionalize.planner.report.rows import Span
 from functionalize.planner.time.call_costs import Costs, call_costs
 from functionalize.planner.time.communication import Groups
 from functionalize.planner.time.streams import ScheduledSpan, schedule

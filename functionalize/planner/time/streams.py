@@ -61,7 +61,7 @@ from functionalize.cost.messages import (
 from functionalize.errors import PassError
 from functionalize.ir.phases import OPTIMIZER, in_backward, phase_of
 from functionalize.ir.waits import WAIT
-from functionalize.planner.report.spans import Span
+from functionalize.planner.report.rows import Span
 from functionalize.planner.time.call_costs import Costs
 from functionalize.planner.time.communication import Groups
 

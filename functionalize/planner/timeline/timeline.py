@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from functionalize.cost.categories import Category
 
+EAGER, PROGRAM = "eager", "program"  # the names of the timelines of a report
 BEFORE = -1  # the op index of allocations from before the step
 
 

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from functionalize.errors import FunctionalizeError, TuneError
 from functionalize.planner.lifetimes.step_memory import StepMemory
-from functionalize.planner.report.memory_figures import EAGER
 from functionalize.planner.sweep.figures import Figures
 from functionalize.planner.sweep.summary import Plan
 from functionalize.planner.sweep.training import Items
+from functionalize.planner.timeline.timeline import EAGER
 from functionalize.planner.tuning.compose import LayerAssignment, StepNumbers, options, solved
 from functionalize.planner.tuning.policy import EagerPolicy, LayerPolicy
 from functionalize.planner.tuning.short_plans import ShortPlans, unusable

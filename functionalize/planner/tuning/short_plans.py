@@ -22,12 +22,13 @@ from functionalize.cost.machines.machine import Machine
 from functionalize.errors import TuneError
 from functionalize.ir.phases import FORWARD, OPTIMIZER
 from functionalize.planner.fake_world.world import world as fake_world
-from functionalize.planner.report.memory_figures import EAGER, MemoryFigures
+from functionalize.planner.report.figures import MemoryFigures
 from functionalize.planner.sweep.checks import target_on
 from functionalize.planner.sweep.figures import Figures
 from functionalize.planner.sweep.grid import AcceptedKeys, of
 from functionalize.planner.sweep.plan import Planner, arguments, called
 from functionalize.planner.sweep.training import Items
+from functionalize.planner.timeline.timeline import EAGER
 from functionalize.planner.tuning.choices import LayerChoice, frontier
 from functionalize.planner.tuning.compose import StepNumbers
 from functionalize.planner.tuning.pieces import LayerPiece, recording

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-from functionalize.planner.report.memory_figures import EAGER, PROGRAM
 from functionalize.planner.sweep.columns import COLUMNS, assumptions, efficiencies
 from functionalize.planner.sweep.summary import Plan
 from functionalize.planner.sweep.training import Training
+from functionalize.planner.timeline.timeline import EAGER, PROGRAM
 from functionalize.planner.tuning.policy import EagerPolicy, counted_policies
 from functionalize.planner.tuning.search import Candidate, frontier_of
 from functionalize.util.text import human_bytes, human_seconds

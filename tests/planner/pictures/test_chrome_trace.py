@@ -11,10 +11,16 @@ from functionalize.cost.categories import Category
 from functionalize.cost.machines.presets import MACHINES
 from functionalize.errors import PictureError
 from functionalize.planner.pictures.chrome_trace import ALL, WAITS, TraceRun, write_trace
-from functionalize.planner.report.display import first_event, stretches
-from functionalize.planner.report.event_times import reached
-from functionalize.planner.report.rows import COMPUTE, merged, rows_of, total
-from functionalize.planner.report.spans import Span
+from functionalize.planner.report.rows import (
+    COMPUTE,
+    Span,
+    first_event,
+    merged,
+    reached,
+    rows_of,
+    stretches,
+    total,
+)
 from functionalize.planner.time.step_time import step_time
 from functionalize.planner.timeline.timeline import Timeline
 from tests.planner.timelines import Maker, captured, large, real, schedule_of, step_of

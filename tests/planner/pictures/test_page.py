@@ -17,7 +17,8 @@ from functionalize.cost.categories import Category
 from functionalize.errors import PictureError
 from functionalize.planner.pictures import page
 from functionalize.planner.pictures.page import Table, chosen, memory_figure, write_page
-from functionalize.planner.report.display import Peak, first_event
+from functionalize.planner.report.figures import Peak
+from functionalize.planner.report.rows import first_event
 from functionalize.planner.timeline.timeline import Timeline
 from functionalize.util.text import BYTES, human_bytes
 from tests.planner.browser import NAMES, Browser, executable

@@ -21,9 +21,16 @@ from functionalize.planner.pictures.pictures import (
     schedule_picture,
     time_columns,
 )
-from functionalize.planner.report.event_times import event_times, reached
-from functionalize.planner.report.rows import exposed, merged, rectangles, rows_of, total
-from functionalize.planner.report.spans import Span
+from functionalize.planner.report.rows import (
+    Span,
+    event_times,
+    exposed,
+    merged,
+    reached,
+    rectangles,
+    rows_of,
+    total,
+)
 from functionalize.planner.timeline.timeline import Timeline
 from functionalize.util.text import BYTES, human_bytes, human_seconds
 from tests.planner.timelines import Maker, captured, large, real, schedule_of, step_of

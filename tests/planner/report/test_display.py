@@ -7,15 +7,14 @@ import itertools
 import pytest
 
 from functionalize.cost.categories import Category
-from functionalize.planner.report.display import (
+from functionalize.planner.report.figures import Peak, groups
+from functionalize.planner.report.rows import (
     COLOURS,
     COMPUTE_COLOURS,
     PHASE_COLOURS,
-    Peak,
     anchors,
     coarse,
     first_event,
-    groups,
     placed,
     stretches,
 )

@@ -21,15 +21,14 @@ from functionalize.cost.machines.machine import MIB
 from functionalize.errors import MemoryReportError, PlannedOutOfMemoryError
 from functionalize.planner.allocator.alloc_conf import Settings
 from functionalize.planner.machines.constants import DeviceConstant, declared
-from functionalize.planner.report.memory import Memory
-from functionalize.planner.report.memory_figures import (
+from functionalize.planner.report.figures import (
     AFTER_THE_STEP,
     BEFORE_THE_STEP,
     Levels,
     allocated,
     place,
 )
-from functionalize.planner.report.memory_text import short_line, signed
+from functionalize.planner.report.text import Memory, short_line, signed
 from functionalize.planner.timeline.program_memory import program_timeline
 from tests.planner.timelines import Maker, step_of
 from tests.steps import make_loss_step, make_step

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import functionalize as fz
 from functionalize.errors import MemoryReportError
-from functionalize.planner.report.memory import Memory
-from functionalize.planner.report.partings import _SEARCHED, AllocatingOp, _blocks, _ends
+from functionalize.planner.report.text import _SEARCHED, AllocatingOp, Memory, _blocks, _ends
 
 
 def build() -> Any:

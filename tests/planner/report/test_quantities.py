@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import functionalize as fz
 from functionalize.cost.decide.saved import forwards, saved_values
 from functionalize.cost.liveness import Liveness
-from functionalize.planner.report.quantities import Quantities, quantities
+from functionalize.planner.report.figures import Quantities, quantities
 from tests.steps import make_step
 
 X, W, H = 4 * 8 * 4, 8 * 16 * 4, 4 * 16 * 4  # bytes of the tensors below

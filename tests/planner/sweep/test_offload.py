@@ -21,7 +21,7 @@ from functionalize._compat.graphs import pytree
 from functionalize.cost.categories import Category
 from functionalize.cost.machines.presets import MACHINES
 from functionalize.errors import FunctionalizeError, PlanError, TargetError
-from functionalize.planner.report.memory_figures import EAGER
+from functionalize.planner.timeline.timeline import EAGER
 from tests.planner.sweep.blocks import WIDTH, Block
 from tests.steps import train
 

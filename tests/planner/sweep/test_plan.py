@@ -18,8 +18,8 @@ import functionalize as fz
 from functionalize.cost.machines.presets import MACHINES
 from functionalize.errors import PlanError, WorldError
 from functionalize.planner.lifetimes import step_memory
-from functionalize.planner.report.memory_figures import EAGER
 from functionalize.planner.sweep import summary
+from functionalize.planner.timeline.timeline import EAGER
 from functionalize.program import executable
 from tests.planner.sweep.blocks import WIDTH, Block
 from tests.ranks import run_on_ranks

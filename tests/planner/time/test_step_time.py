@@ -20,7 +20,7 @@ from functionalize.cost.machines.presets import MACHINES
 from functionalize.errors import PassError
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.waits import WAIT
-from functionalize.planner.report.spans import Span
+from functionalize.planner.report.rows import Span
 from functionalize.planner.time.communication import communication
 from functionalize.planner.time.compute import compute
 from functionalize.planner.time.step_time import StepTime, step_time

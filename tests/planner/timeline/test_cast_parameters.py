@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import functionalize as fz
 from functionalize._compat.distributed import fake_process_group
 from functionalize.cost.categories import Category
-from functionalize.planner.report.memory import Memory
+from functionalize.planner.report.text import Memory
 from functionalize.planner.timeline.timeline import Timeline
 
 ELEMENTS = 8 * 16 + 16 + 16 * 4 + 4  # of the weights and biases

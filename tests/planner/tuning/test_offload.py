@@ -9,7 +9,7 @@ import pytest
 import functionalize as fz
 from functionalize.cost.machines.presets import MACHINES
 from functionalize.errors import TuneError
-from functionalize.planner.report.memory_figures import EAGER
+from functionalize.planner.timeline.timeline import EAGER
 from functionalize.planner.tuning.space import Space
 from functionalize.planner.tuning.tune import Tuned
 from tests.planner.tuning.training import build, build_offloaded, inputs, step

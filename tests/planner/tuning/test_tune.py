@@ -12,9 +12,9 @@ from torch import nn
 import functionalize as fz
 from functionalize.cost.machines.presets import MACHINES
 from functionalize.errors import FunctionalizeError, TuneError
-from functionalize.planner.report.memory_figures import EAGER
 from functionalize.planner.sweep.changes import change
 from functionalize.planner.sweep.training import Training
+from functionalize.planner.timeline.timeline import EAGER
 from functionalize.planner.tuning.policy import EagerPolicy, LayerPolicy
 from functionalize.planner.tuning.space import Setting, Space
 from functionalize.planner.tuning.variants import device_mesh, layers_of

@@ -1,6 +1,6 @@
-"""`MemoryFigures`: the memory of a step, with the lifetimes of eager and of the program side by side.
+"""The figures of a step: its memory with the lifetimes of eager and of the program side by side, and bytes per op.
 
-    memory = Memory(eager, program)          two timelines, or one of them; `memory.py` adds the text
+    memory = Memory(eager, program)          two timelines, or one of them; `text.py` adds the text
     memory.peak                              requested bytes of the program (of eager if there is no program)
     memory.levels("eager")                   requested, allocated, reserved and declared bytes, separately
     memory.fit(80 * 10**9, "eager")          whether it fits in a device of so many bytes
@@ -16,27 +16,158 @@
 Invariants: numbers of different levels are never added up, except in `device`, the sum of reserved and constants; every
 breakdown sums up to the requested peak. Linear in events, except `reserved`.
 Refuses (`MemoryReportError`): a timeline that the report does not have.
+
+The memory of every op of a forward and of its backward, in bytes: the input of a stage or checkpoint planner.
+
+    rows = quantities(program)
+    forward_in          read by the op: activations, parameters, inputs; each storage once
+    forward_tmp         made by the op and never read (for example outputs for another device)
+    forward_out         made by the op and read later; a view makes nothing
+    saved               made by the op and read by a backward: once per storage, however many views it has
+    backward_tmp        made by the ops of its backward and read by these only
+    backward_out        made by these and read by others: the gradients of its inputs and parameters
+
+    mm = aten.mm(x, w)          in: x, w   out: mm   saved: mm       (relu's backward reads relu, mm's reads x and w)
+    mm_1, mm_2 (its backward)   out: the gradients of x and of w
+
+Forward and backward are matched by autograd's nodes (`tape/queries.py`): a backward belongs to the first op of the
+forward that made its node and makes a storage. Ops of FSDP2's hooks in backward are counted with the autograd node in
+which they run, and so are recomputed ops (checkpointing).
+Invariants: a storage is counted by the one op that makes it; sums over the rows are sums over storages. Needs a
+described program; linear in nodes and edges. The backward's columns are 0 for an op without one, and without phases.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from functionalize.cost.categories import Category
-from functionalize.errors import MemoryReportError, PlannedOutOfMemoryError
+from torch import Tensor, fx
+
+from functionalize._compat.autograd import BACKWARD, RECOMPUTE
+from functionalize.analysis.aliases import storage_key
+from functionalize.cost.categories import Category, is_part
+from functionalize.cost.liveness import Liveness, Storage
+from functionalize.errors import MemoryReportError, PictureError, PlannedOutOfMemoryError
+from functionalize.ir.phases import FORWARD, phase_of
 from functionalize.planner.allocator.alloc_conf import Settings
 from functionalize.planner.allocator.allocator import Reserved, StreamOf, simulate
 from functionalize.planner.machines.constants import DeviceConstant
-from functionalize.planner.report.display import AllocationGroup, Peak, groups
-from functionalize.planner.timeline.timeline import BEFORE, Allocation, Op, Timeline
+from functionalize.planner.report.rows import NO_PHASE
+from functionalize.planner.timeline.timeline import (
+    BEFORE,
+    EAGER,
+    PROGRAM,
+    Allocation,
+    Op,
+    Timeline,
+    by_category,
+)
+from functionalize.program.metadata import tensors_of
+from functionalize.program.program import Program
+from functionalize.tape.queries import forward_number, made_by
 from functionalize.util.text import counted, human_bytes
 
-EAGER, PROGRAM = "eager", "program"
+_NUMBERS = re.compile(r"\d+")
+
+
+class AllocationGroup(NamedTuple):
+    """Allocations whose names differ in numbers only, such as those of a model's layers: `layers.*.wq`."""
+
+    category: Category
+    name: str
+    members: int
+    nbytes: int
+
+
+def pattern(name: str) -> str:
+    """A name with its numbers replaced: `layers.*.wq`."""
+    return _NUMBERS.sub("*", name)
+
+
+def groups(allocations: Iterable[Allocation]) -> list[AllocationGroup]:
+    """Allocations grouped by category and `pattern` of the name, largest first; a group of one keeps the name."""
+    found: dict[tuple[Category, str], list[Allocation]] = {}
+    for each in allocations:
+        found.setdefault((each.category, pattern(each.name)), []).append(each)
+    made = (
+        AllocationGroup(
+            c, name if len(some) > 1 else some[0].name, len(some), sum(a.nbytes for a in some)
+        )
+        for (c, name), some in found.items()
+    )
+    return sorted(made, key=lambda group: -group.nbytes)
+
+
+def brief(name: str) -> str:
+    """A name without namespace and default overload: `aten.mm.default layers.0` as `mm layers.0`."""
+    return (
+        name.replace("aten.", "", 1).replace(".default", "", 1)
+        if name.startswith("aten.")
+        else name
+    )
+
+
+def check_held(held: Sequence[int], timeline: Timeline) -> None:
+    """Raise `PictureError` unless there is one number of the device's bytes per event of the timeline."""
+    if len(held) != len(timeline.events):
+        raise PictureError(
+            f"The device's bytes at {len(held):,} moments do not match the {len(timeline.events):,} events of "
+            f"`{timeline.name}`. Pass one number per event, as `Memory.held()` returns them."
+        )
+
+
+class Peak(NamedTuple):
+    """The peak of a timeline.
+
+    event: the index of the event after which it is reached. op: the op of that event; None before the step.
+    live: the allocations that are live then, largest first.
+    """
+
+    nbytes: int
+    event: int
+    op: Op | None
+    live: list[Allocation]
+    categories: dict[Category, int]
+
+    def __repr__(self) -> str:
+        return f"<Peak: {self.words()}>"
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> Peak:
+        """The first event after which the most bytes are live."""
+        live = timeline.live_at(timeline.peak_at) if timeline.events else []
+        op = timeline.peak_op
+        return cls(timeline.peak, timeline.peak_at, op, live, by_category(live))
+
+    def where(self) -> str:
+        """`in forward, while aten.mm.default runs in layers.3.mlp`."""
+        if self.op is None:
+            return "before the step"
+        module = f" in {self.op.module}" if self.op.module else ""
+        return f"in {self.op.phase or NO_PHASE}, while {self.op.name} runs{module}"
+
+    def largest(self, count: int = 3) -> list[tuple[Category, int]]:
+        """The categories with the most bytes."""
+        return sorted(self.categories.items(), key=lambda item: -item[1])[:count]
+
+    def words(self) -> str:
+        """One sentence: the bytes, the op, the largest categories."""
+        share = max(self.nbytes, 1)
+        of = ", ".join(
+            f"{c.value} {human_bytes(n)} ({100 * n / share:.0f}%)" for c, n in self.largest()
+        )
+        return f"{human_bytes(self.nbytes)} {self.where()}" + (f": {of}" if of else "") + "."
+
+
+# -- the memory of a step --------------------------------------------------------------------------
+
+
 BEFORE_THE_STEP, AFTER_THE_STEP = "before the step", "after the step"
 _BLOCK = 512  # bytes: CUDA's caching allocator rounds sizes up to a multiple
 
@@ -398,3 +529,101 @@ def _json_of(difference: Difference, k: int) -> dict[str, Any]:
         "only_eager": plain(difference.only_eager[:k]),
         "only_program": plain(difference.only_program[:k]),
     }
+
+
+# -- bytes per op ----------------------------------------------------------------------------------
+
+
+class Quantities(NamedTuple):
+    """One op of a forward; all numbers are bytes, see the top of the file."""
+
+    name: str
+    op: str
+    module: str
+    forward_in: int
+    forward_tmp: int
+    forward_out: int
+    saved: int
+    backward_tmp: int
+    backward_out: int
+
+
+def quantities(program: Program) -> list[Quantities]:
+    """A row for each op of the forwards (of all ops, if the graph has no phases), in their order.
+
+    Ops that make no storage and have no backward are left out: most views.
+    """
+    program.describe()
+    live = Liveness(program.graph)
+    readers = _Readers(live)
+    backwards = _backwards(live.nodes)
+    numbered = [n for n in live.nodes if phase_of(n) == FORWARD and made_by(n) is not None]
+    makers = [n for n in numbered if any(live.nodes[s.first] is n for s in live.of[n])]
+    # Later entries overwrite: the first op that makes a storage, else the first op.
+    owner = {made_by(n): n for n in (*reversed(numbered), *reversed(makers))}
+    known = any(phase_of(n) for n in live.nodes)
+    rows = []
+    for node in live.nodes:
+        if node.op != "call_function" or is_part(node) or (known and phase_of(node) != FORWARD):
+            continue
+        made = [s for s in live.of[node] if live.nodes[s.first] is node]
+        number = made_by(node)
+        backward = backwards.get(number, []) if owner.get(number) is node else []
+        if not made and not backward:
+            continue
+        tmp, out = readers.split(made, {node})
+        inside, gradients = readers.split(_made_by(backward, live), set(backward))
+        saved = sum(s.nbytes for s in made if readers.in_backward(s))
+        name, module = str(node.target), str(node.meta.get("module") or "")
+        reads = _read_by(node)
+        rows.append(Quantities(node.name, name, module, reads, tmp, out, saved, inside, gradients))
+    return rows
+
+
+class _Readers:
+    """The nodes that read each storage; taking an item of a list is no read."""
+
+    def __init__(self, live: Liveness) -> None:
+        self._readers: dict[Storage, set[fx.Node]] = {s: set() for s in live.storages}
+        for node in live.nodes:
+            if is_part(node):
+                continue
+            for storage in {s for n in node.all_input_nodes for s in live.of[n]}:
+                if live.nodes[storage.first] is not node:
+                    self._readers[storage].add(node)
+
+    def split(self, made: list[Storage], ops: set[fx.Node]) -> tuple[int, int]:
+        """(bytes of the storages that no node outside of `ops` reads, bytes of the others)."""
+        total = sum(s.nbytes for s in made)
+        out = sum(s.nbytes for s in made if self._readers[s] - ops)
+        return total - out, out
+
+    def in_backward(self, storage: Storage) -> bool:
+        """Whether a backward reads it."""
+        return any(phase_of(n) in (BACKWARD, RECOMPUTE) for n in self._readers[storage])
+
+
+def _backwards(nodes: list[fx.Node]) -> dict[int | None, list[fx.Node]]:
+    """The number of an autograd node -> the ops of its backward."""
+    found: dict[int | None, list[fx.Node]] = {}
+    for node in nodes:
+        number = forward_number(node)
+        if phase_of(node) in (BACKWARD, RECOMPUTE) and number is not None:
+            found.setdefault(number, []).append(node)
+    return found
+
+
+def _made_by(nodes: list[fx.Node], live: Liveness) -> list[Storage]:
+    made = {s: None for node in nodes for s in live.of[node] if live.nodes[s.first] is node}
+    return list(made)
+
+
+def _read_by(node: fx.Node) -> int:
+    """The bytes of the storages that a node reads, each once."""
+    sizes = {storage_key(v): v.untyped_storage().nbytes() for v in _inputs(node)}
+    return sum(sizes.values())
+
+
+def _inputs(node: fx.Node) -> Iterator[Tensor]:
+    for each in node.all_input_nodes:
+        yield from tensors_of(each.meta.get("val"))
