@@ -181,7 +181,7 @@ def run(folder: Path, steps: int, eager: bool = False, fail_at: int | None = Non
     training.resume()
     line = "step {}: loss {!r}, norm {!r}, rate {!r}, evaluation {!r}"
     lines = [line.format(*each) for each in train(training, steps, fail_at)]
-    return lines if eager else [*lines, training.microbatch.explain().partition("\n")[0]]
+    return lines if eager else [*lines, repr(training.microbatch)]
 
 
 def main() -> None:

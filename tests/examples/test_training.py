@@ -60,6 +60,6 @@ def test_the_example_trains_as_in_eager_survives_a_failure_and_resumes(tmp_path:
         (launched(ours, "--steps", "15", nodes=2), expected[10:]),
     ):
         assert [line for line in printed if line.startswith("step ")] == lines, printed
-        counts = [re.match(r"microbatch: .* (\d+) replays", line) for line in printed]
+        counts = [re.match(r"<captured microbatch: .* (\d+) replays>", line) for line in printed]
         (found,) = filter(None, counts)
         assert int(found[1]) >= 10, printed
