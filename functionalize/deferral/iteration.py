@@ -78,7 +78,7 @@ class Iteration:
         lean = self._without(cached, call, dropped) if dropped else cached
         result = self.step.replay(lean, call, counts=False)
         if cached in self.step.core.cache:
-            self.step.core.note_replay(cached)
+            self.step.core.cache.used(cached, is_replayed=True)
         return result, lean is not cached
 
     def __call__(self, *args: Any) -> Any:

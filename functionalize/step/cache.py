@@ -31,6 +31,7 @@ from functionalize.program.program import Program
 from functionalize.state.python_effects import PythonEffect
 from functionalize.state.sources import Gradient, Slot
 from functionalize.step.policy import Policy
+from functionalize.step.stats import Stats
 from functionalize.step.vote import Fingerprints
 from functionalize.util.reading import is_a
 from functionalize.util.structure import odd_keys
@@ -184,20 +185,14 @@ def _numbers(cached: CachedProgram) -> list[tuple[str, str]]:
 class ProgramCache:
     """At most `limit` programs of one step, called `name` in messages, of at most `most_bytes` unless one has more.
 
-    evicted: called with the key of a program that is dropped because another one needs its place; whether its kind
-    waits for a replay. rest_length: the number of calls of the step's next rest.
+    policy, stats: those of the step, which see what is replayed and what is dropped.
     """
 
     def __init__(
-        self,
-        name: str,
-        limit: int,
-        most_bytes: float = float("inf"),
-        evicted: Callable[[Hashable], bool] = lambda key: True,
-        rest_length: Callable[[], int] = lambda: 0,
+        self, name: str, limit: int, most_bytes: float, policy: Policy, stats: Stats
     ) -> None:
         self._name, self._limit, self._most_bytes = name, limit, most_bytes
-        self._evicted, self._rest_length = evicted, rest_length
+        self._policy, self._stats = policy, stats
         self.by_key: dict[Hashable, list[CachedProgram]] = {}  # the last used first
         self._used: OrderedDict[CachedProgram, Hashable] = OrderedDict()  # the last used at the end
         self._misses: Counter[str] = Counter()
@@ -210,9 +205,8 @@ class ProgramCache:
         self.is_hurried = False  # whether no program is asked all of its guards
         self._left: list[CachedProgram] = []  # to be tried
         self._unknown: list[CachedProgram] = []  # of those tried, whose guards must be asked
-        self._is_quick = (
-            True  # whether programs are asked that the last calls have shown what to look at
-        )
+        # Whether those programs are asked of which the last calls have shown what to look at.
+        self._is_quick = True
         self.looked_slowly = False
 
     def __len__(self) -> int:
@@ -360,25 +354,19 @@ class ProgramCache:
         self._misses[kind] += 1
         self._example[kind] = reason
 
-    def replayed(self, cached: CachedProgram, policy: Policy) -> None:
-        """A program was replayed: it counts it, and `policy` sees it when it is asked next."""
-        cached.replays += 1
+    def used(self, cached: CachedProgram, is_replayed: bool = False) -> None:
+        """Record that a program was audited, or replayed: then it is counted, and the policy sees it later."""
         key = self._used[cached]
         self._used.move_to_end(cached)
         bucket = self.by_key[key]
         if bucket[0] is not cached:
             bucket.remove(cached)
             bucket.insert(0, cached)
-        policy.replays += 1
-        policy.replayed_kinds.add(key)
-
-    def used(self, cached: CachedProgram) -> None:
-        """Record that a program was replayed, or audited."""
-        self._used.move_to_end(cached)
-        bucket = self.by_key[self._used[cached]]
-        if bucket[0] is not cached:
-            bucket.remove(cached)
-            bucket.insert(0, cached)
+        if is_replayed:
+            cached.replays += 1
+            self._stats.replays += 1
+            self._policy.replays += 1
+            self._policy.replayed_kinds.add(key)
 
     def add(self, key: Hashable, cached: CachedProgram) -> None:
         """Add a program. It replaces one for the same numbers and state; at the limit, the least recently used."""
@@ -390,7 +378,7 @@ class ProgramCache:
         while self._is_full(cached):
             oldest, its_key = next(iter(self._used.items()))
             self.drop(oldest)
-            waited = self._evicted(its_key)
+            waited = self._policy.kinds.evicted(its_key)
             first = self._unused_in_a_row == 0
             unused = waited and oldest.replays == oldest.audits == oldest.found == 0
             self._unused_in_a_row = self._unused_in_a_row + 1 if unused else 0
@@ -416,7 +404,7 @@ class ProgramCache:
 
     def _warn(self) -> None:
         kind, times = self._misses.most_common(1)[0]
-        again = f"it runs eagerly from now on, and is tried again after {self._rest_length()} such calls"
+        again = f"it runs eagerly from now on, and is tried again after {self._policy.rest.length} such calls"
         end = again if self.thrashing else "the oldest is dropped"
         log.warning(
             "%s has %d programs, as many as it may (`%s`), and needs another: %s. Missed most often "

@@ -169,9 +169,8 @@ class CapturedStep:
         self._has_warned_of_thread = False
         # Of a call whose ranks vote: whether they also vote after the graph; whether it replays a second program.
         self._votes_again = self._tries_once = False
-        self._asks_classes = (
-            False  # whether a class of recordings may predict a call that its programs miss
-        )
+        # Whether a class of recordings may predict a call that its programs miss.
+        self._asks_classes = False
 
     def _new_predictions(self) -> Predictions | None:
         lengths = self.core.options.lengths()
@@ -273,17 +272,7 @@ class CapturedStep:
         verbose: where each input of each program comes from, too, and its guards on numbers.
         """
         core = self.core
-        next_call = NextCall(
-            self._last_plan,
-            core.cache,
-            core.policy,
-            core.refused,
-            EVERY_CALL,
-            core.options.raises,
-            core.unkept,
-            self._is_due,
-            core.vote is not None,
-        )
+        next_call = NextCall(core, self._last_plan, self._is_due)
         return explanation(
             core.name,
             self.boundary,
@@ -683,9 +672,8 @@ class CapturedStep:
         result, left = cached.program.replay(call, vote)
         count = len(cached.slots)
         leave(call, cached.slots, left[:count], cached.effects)
-        if counts:  # as `note_replay` does
-            self.stats.replays += 1
-            self.core.cache.replayed(cached, self.core.policy)
+        if counts:
+            self.core.cache.used(cached, is_replayed=True)
         repeat(cached.python_effects, call, left[count:])
         if reads_late(cached.python_effects):
             result = filled(result, call)
@@ -801,9 +789,9 @@ class CapturedStep:
         self._begin_recording(call)
         live = self._has_live_numbers
         observer = memory_reports().observer() if self.core.options.memory else None
-        predicted = call.key not in self.core.unkept
+        is_first = call.key not in self.core.unkept
         with_lifetimes = live and observer is not None
-        is_watched = (predicted or self._repeats_calls) and not (in_world() or with_lifetimes)
+        is_watched = (is_first or self._repeats_calls) and not (in_world() or with_lifetimes)
         kind = WatchedRecorder if is_watched else Recorder
         recorder = kind(not in_world(), live=live, for_real=True, observer=observer)
         recorder.checks.goes_outside = self.core.goes_outside

@@ -23,7 +23,7 @@ from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
 from functionalize.state.arguments import leaf_names
 from functionalize.state.hyperparameters import Key
-from functionalize.step.cache import CachedProgram, ProgramCache
+from functionalize.step.cache import ProgramCache
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Unkept, UnsettledMisses
 from functionalize.step.stages import Invocation
@@ -72,8 +72,7 @@ class StepCore:
 
     def _empty_cache(self) -> ProgramCache:
         most, nbytes = self.options.max_programs, self.options.max_program_bytes
-        policy = self.policy
-        return ProgramCache(self.name, most, nbytes, policy.evicted, lambda: policy.rest.length)
+        return ProgramCache(self.name, most, nbytes, self.policy, self.stats)
 
     def forget(self) -> None:
         """Drop every program, and what calls have cost and returned."""
@@ -126,14 +125,8 @@ class StepCore:
         """A guard did not hold, so that a call is recorded or runs eagerly."""
         if len(self.cache):
             log.info("recording %s again: %s", self.name, reason)
-            self.stats.missed(
-                str(reason)
-            )  # a `Miss` is a text with a question, which no process can unpickle
-
-    def note_replay(self, cached: CachedProgram) -> None:
-        """A program was replayed."""
-        self.stats.replays += 1
-        self.cache.replayed(cached, self.policy)
+            # A `Miss` is a text with a question, which no process can unpickle.
+            self.stats.missed(str(reason))
 
     def refuse(self, key: Hashable, error: FunctionalizeError) -> None:
         """Calls with this key cannot be captured."""

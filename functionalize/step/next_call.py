@@ -10,14 +10,13 @@ Invariant: it reads, and counts nothing: the next call is what it would have bee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from functionalize.errors import FunctionalizeError
-from functionalize.step.cache import CachedProgram, ProgramCache
-from functionalize.step.outcome import Unkept
+from functionalize.step.cache import CachedProgram
+from functionalize.step.core import EVERY_CALL, StepCore
 from functionalize.step.plan import WAITS, Eager, LastPlan, Record
-from functionalize.step.policy import Policy
 from functionalize.util.text import counted
 
 _LIKE = "the next call like the last one"
@@ -27,55 +26,50 @@ _LIKE = "the next call like the last one"
 class NextCall:
     """What decides what the next call does.
 
-    last: the plan of the last call; None: there was none. refused: by key; every_call: the key that stands for all.
-    raises: whether a refused call raises. unkept: by key, the recordings that were not kept. is_due: whether the next
-    call of a program is audited. votes: whether ranks agree on what each call does.
+    last: the plan of the last call; None: there was none. is_due: whether the next call of a program is audited.
     """
 
+    core: StepCore
     last: LastPlan | None
-    cache: ProgramCache
-    policy: Policy
-    refused: Mapping[Hashable, FunctionalizeError]
-    every_call: Hashable
-    raises: bool
-    unkept: Mapping[Hashable, Unkept]
     is_due: Callable[[CachedProgram], bool]
-    votes: bool
 
     @property
     def text(self) -> str:
         """One sentence."""
-        last, cache = self.last, self.cache
-        error = self.refused.get(last.key if last is not None else None)
-        error = error or self.refused.get(self.every_call)
+        core, last = self.core, self.last
+        error = core.refused.get(last.key if last is not None else None)
+        error = error or core.refused.get(EVERY_CALL)
         if error is not None:
             return self._refused(error)
         if last is None:
-            if len(cache):
+            if len(core.cache):
                 return "the next call replays the program whose guards hold, if there is one"
             return "the next call is recorded, as the first one"
-        return f"{_LIKE} {self._what(last)}{', if all ranks agree' if self.votes else ''}"
+        return (
+            f"{_LIKE} {self._what(last)}{', if all ranks agree' if core.vote is not None else ''}"
+        )
 
     def _refused(self, error: FunctionalizeError) -> str:
-        if self.raises:
+        if self.core.options.raises:
             return f"{_LIKE} raises {type(error).__name__}: {error}"
         return f"{_LIKE} runs eagerly: it cannot be captured, see below"
 
     def _what(self, last: LastPlan) -> str:
-        rest, cache, found = self.policy.rest, self.cache, self._program_of(last)
+        core, found = self.core, self._program_of(last)
+        policy, cache, rest = core.policy, core.cache, core.policy.rest
         if rest.left and (not len(cache) or last.kind is Eager):
             return f"runs eagerly: the step rests for {counted(rest.left, 'more call')}, {rest.why}"
         if found is not None:
             return self._with(found)
-        unkept = self.unkept.get(last.key)
+        unkept = core.unkept.get(last.key)
         if unkept is not None and unkept.waits:
             wait = counted(unkept.waits, "more call")
             return f"runs eagerly: the next recording, and its passes, wait: {wait} must come first"
         is_known = unkept is not None or cache.has(last.key)
-        missing = 0 if is_known else self.policy.kinds.missing(last.key)
+        missing = 0 if is_known else policy.kinds.missing(last.key)
         if missing > 1:
             return f"runs eagerly: calls of its kind came too seldom, {missing} more must come"
-        if (why := self.policy.why_not_next) is not None:
+        if (why := policy.why_not_next) is not None:
             return f"runs eagerly: {why}"
         if missing:
             return "is recorded: calls of its kind have come often enough"
@@ -89,13 +83,13 @@ class NextCall:
 
     def _program_of(self, last: LastPlan) -> CachedProgram | None:
         """The program that the last call has found, or that was made of it; the last used one stands first."""
-        programs = self.cache.at(last.key)
+        programs = self.core.cache.at(last.key)
         if last.kind is Eager and last.why != WAITS:
             return next((cached for cached in programs if cached.waits), None)
         return next(iter(programs), None) if last.kind is not Record or last.is_kept else None
 
     def _with(self, cached: CachedProgram) -> str:
-        number = next(n for n, each in enumerate(self.cache, 1) if each is cached)
+        number = next(n for n, each in enumerate(self.core.cache, 1) if each is cached)
         if cached.prediction is not None:
             return f"runs eagerly, and is compared with program {number}, predicted for its sizes"
         if cached.waits:

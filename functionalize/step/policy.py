@@ -430,10 +430,6 @@ class Policy:
         self.may_rest = True
         return self._rest
 
-    def evicted(self, key: Hashable) -> bool:
-        """The program of this kind was dropped because another one needs its place; whether it waits for a replay."""
-        return self.kinds.evicted(key)
-
     @property
     def can_record(self) -> bool:
         """Whether the ledger pays for a recording, and for its program."""

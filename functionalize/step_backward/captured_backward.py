@@ -70,9 +70,8 @@ class TapeBackward:
     """
 
     def __init__(self, options: CaptureOptions) -> None:
-        self._hooks: list[
-            Any
-        ] = []  # of the running call: the search for what code reads begins there
+        # Of the running call: the search for what code reads begins there.
+        self._hooks: list[Any] = []
         self.step = CapturedStep(functools.partial(_backward, self._hooks), options, _Tapes)
         self.refused: Counter[str] = Counter()
 

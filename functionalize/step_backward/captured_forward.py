@@ -233,7 +233,7 @@ class Forward:
         if self._is_due(found[0]):
             self._calls -= 1
             return None
-        core.note_replay(found[0])
+        core.cache.used(found[0], is_replayed=True)
         return found[0], found[1]
 
     def _replay(self, cached: CachedProgram, call: Call) -> Any:
@@ -246,7 +246,7 @@ class Forward:
         result, left = unflatten_result(values[: cached.results], cached.spec)
         count = len(cached.slots)
         leave(call, cached.slots, left[:count], cached.effects)
-        self._core.note_replay(cached)
+        self._core.cache.used(cached, is_replayed=True)
         repeat(cached.python_effects, call, left[count:])
         self._passes.after_replay(cached)
         assert isinstance(call.leaves, DetachedLeaves)
