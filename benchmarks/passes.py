@@ -9,8 +9,7 @@ nodes. A ratio of 1 is linear. Second table: seconds from a step to a program (t
 an optimised and to a compiled program. Third table: CPU time of `default` and `fast`, with the metadata, the copy and
 `verify`, as a ratio to an eager step, by number of blocks (RMSNorm, SwiGLU, width 64). One process of a fake process
 group of two: no data is exchanged, and none of this depends on data. Medians, each run started from a clean garbage
-collector. Inductor
-finds kernels of one depth in its cache at the next: to measure it cold, pass one depth and an empty
+collector. Inductor finds kernels of one depth in its cache at the next: to measure it cold, pass one depth and an empty
 TORCHINDUCTOR_CACHE_DIR.
 """
 

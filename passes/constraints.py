@@ -15,9 +15,9 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import fx
 
+from functionalize._compat.dispatch import OpOverload
 from functionalize.analysis.aliases import is_view, written_nodes
 from functionalize.analysis.dead_code import is_impure
 from functionalize.cost.decide.ordering import Constraints, Schedule, Uses
@@ -26,8 +26,6 @@ from functionalize.ir.barrier import BARRIER
 from functionalize.ir.commit import is_commit
 from functionalize.ir.generators import is_random
 from functionalize.ir.phases import FORWARD, in_backward, phase_of
-
-_OVERLOAD = type(torch.ops.aten.mm.default)
 
 
 def constraints_of(live: Liveness, apart: Collection[fx.Node] = ()) -> Constraints:
@@ -64,7 +62,7 @@ def effects_of(live: Liveness) -> list[fx.Node]:
     known: dict[Any, bool] = {}
 
     def is_impure_for_torch(node: fx.Node) -> bool:
-        if not isinstance(node.target, _OVERLOAD):
+        if not isinstance(node.target, OpOverload):
             return node.is_impure()
         if node.target not in known:  # this does not depend on the arguments, and takes long
             known[node.target] = node.is_impure()

@@ -51,16 +51,10 @@ def _run(program: Program, passes: Sequence[Pass]) -> Program:
 
 
 def _applied(program: Program, passes: Sequence[Pass], checks: bool) -> Program:
-    """A copy with every pass applied. checks: whether to verify after each.
-
-    Without, passes that must leave the collectives alone are compared with the program before all of them that follow
-    one another.
-    """
+    """A copy with every pass applied. checks: whether to verify after each."""
     new = program.copy()
-    issued = None  # the collectives, as passes that must leave them alone have found them
-    for i, each in enumerate(passes):
-        if issued is None and not each.changes_collectives:
-            issued = sequences(new.graph)
+    issued = sequences(new.graph)
+    for each in passes:
         count = each.apply(new)
         if count:
             new.stage = each.produces or new.stage
@@ -69,12 +63,9 @@ def _applied(program: Program, passes: Sequence[Pass], checks: bool) -> Program:
                 _verify(new)
             except (RuntimeError, VerifyError) as error:
                 raise InvariantError(f"`{each}` left a broken program: {error}") from error
-        is_last = i + 1 == len(passes) or passes[i + 1].changes_collectives
-        if issued is not None and (checks or is_last):
-            now = sequences(new.graph)
-            if now != issued:
-                raise InvariantError(f"`{each}` {_what_changed(issued, now)}")
-            issued = None if is_last else issued
+        before, issued = issued, sequences(new.graph)
+        if issued != before and not each.changes_collectives:
+            raise InvariantError(f"`{each}` {_what_changed(before, issued)}")
         new.history = (*new.history, f"{each}: {count}")
     return new
 

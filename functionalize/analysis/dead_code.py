@@ -13,13 +13,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from functionalize.analysis.aliases import written_nodes
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.commit import commit
-from functionalize.ir.generators import GET_STATE
+from functionalize.ir.generators import GET_STATE, is_random_op
 
 _COMMUNICATING = ("_c10d_functional", "_dtensor")  # namespaces
 
@@ -36,8 +35,7 @@ def is_impure(node: fx.Node) -> bool:
 @cache
 def _is_impure_op(target: Any) -> bool:
     """Whether every call of an op has a side effect, writes apart."""
-    random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-    if random and target is not GET_STATE:
+    if is_random_op(target) and target is not GET_STATE:
         return True
     communicates = getattr(target, "namespace", "") in _COMMUNICATING
     return communicates or target is BARRIER or target is commit

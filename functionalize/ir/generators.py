@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -84,7 +85,12 @@ def _seed_nothing(seed: int, device: torch.device | None = None) -> None:
 
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws from a generator, sets it or reads its state."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return is_random_op(node.target)
+
+
+def is_random_op(target: Any) -> bool:
+    """Whether an op does so."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def generator_states() -> tuple[Tensor, ...]:
