@@ -51,7 +51,7 @@ __all__ = [
     "world",
 ]
 
-# Imported when they are first used: the module of each name. The planner is the half of this package.
+# Imported when they are first used, as most programs use no planner: the module of each name.
 _MODULES = {
     "Target": "planner.fake_world.target",
     "aot_function": "functions.aot",
