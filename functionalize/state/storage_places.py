@@ -81,21 +81,7 @@ class FixedTensor(NamedTuple):
         return CARRIED if is_of_list else ""
 
 
-class FixedInner(NamedTuple):
-    """A tensor inside a wrapper subclass that the step must not replace: `weight._local_tensor._scale`."""
-
-    name: str
-    place: Held
-    tensor: Tensor
-
-    def change(self, call: Call) -> str | None:
-        """What the step has done to it that a replay would not."""
-        if content(self.place) is self.tensor:
-            return None
-        return f"assigns another tensor to `{self.name}`"
-
-
-def fixed_inside(roots: Roots, swapped: Container[Any], live: LivePlaces) -> Iterator[FixedInner]:
+def fixed_inside(roots: Roots, swapped: Container[Any], live: LivePlaces) -> Iterator[FixedTensor]:
     """The tensors inside wrapper subclasses that the step finds, sharded ones of FSDP2, but what it moves.
 
     FSDP2 makes unsharded ones anew. swapped: see `fixed_tensors`.
@@ -117,7 +103,7 @@ def fixed_inside(roots: Roots, swapped: Container[Any], live: LivePlaces) -> Ite
         seen.add(id(tensor))
         for names, place, inner in inner_places(tensor):
             if place.place not in live.values:
-                yield FixedInner(".".join((name, *names)), place, inner)
+                yield FixedTensor.of(".".join((name, *names)), place, inner)
 
 
 _NO_CALL = Call((), [])

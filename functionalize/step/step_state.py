@@ -58,7 +58,6 @@ from functionalize.state.step_guards import (
     check_writable,
 )
 from functionalize.state.storage_places import (
-    FixedInner,
     FixedTensor,
     Places,
     fixed_inside,
@@ -111,7 +110,7 @@ class EntryState:
     hyperparameters: frozenset[Key]
     fixed: list[FixedTensor]
     arguments: list[FixedTensor]
-    inside: list[FixedInner]
+    inside: list[FixedTensor]
     moving: MovingPlaces
     observed: ObservedState
 
@@ -251,8 +250,7 @@ class EntryState:
         moves alike.
         """
         call = Call(self.leaves, [])
-        kept: list[FixedTensor | FixedInner] = [*self.fixed, *self.arguments, *self.inside]
-        for each in kept:
+        for each in (*self.fixed, *self.arguments, *self.inside):
             if (change := each.change(call)) is not None:
                 return change
         facts = self.facts

@@ -246,7 +246,7 @@ def _opened(leaf: Any, result: bool, above: frozenset[int]) -> Any:
         return leaf
     above = above | {id(leaf)}
     keys, items = _items(leaf)
-    attributes = _attributes(leaf)
+    attributes = attributes_of(leaf)
     children = {name: _opened_inside(v, result, above) for name, v in attributes.items()}
     beside = {
         name: value
@@ -363,7 +363,8 @@ def _items(value: Any) -> tuple[tuple[Any, ...], list[Any]]:
     return tuple(dict.keys(value)), list(dict.values(value))
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def attributes_of(value: Any) -> dict[str, Any]:
+    """What is in the `__dict__` of an object and in its slots, by name."""
     found = dict(table_of(value) or {})
     kind: Any = type(value)
     for name in _slots(kind):
@@ -396,7 +397,7 @@ def _inside(leaf: Any, depth: int = 4) -> Iterator[Any]:
         held = list(leaf.values())
     elif is_a(leaf, (list, tuple, set, frozenset)):
         held = list(leaf)
-    for each in (*held, *_attributes(leaf).values()):
+    for each in (*held, *attributes_of(leaf).values()):
         yield each
         if not is_a(each, Tensor):
             yield from _inside(each, depth - 1)

@@ -29,12 +29,13 @@ from functionalize.scalars.live_scalars import left_behind
 from functionalize.util.by_class import by_class
 from functionalize.util.packages import is_users
 from functionalize.util.reading import is_a, table_of, values_of
+from functionalize.util.structure import attributes_of
 from functionalize.util.tensor_wrappers import address_of
 from functionalize.util.text import with_article
 from functionalize.walk.data_parts import CONTAINERS
 from functionalize.walk.fact_text import NUMBERS, PLAIN
 from functionalize.walk.object_parts import is_read_by_content
-from functionalize.walk.parts import Held, Visit, is_native, slots_of
+from functionalize.walk.parts import Held, Visit, is_native
 from functionalize.walk.unread import is_observable
 
 LIVE_NUMBERS = frozenset({int, float})  # not bool, and no subclass
@@ -325,21 +326,10 @@ def _is_record(kind: type) -> bool:
 
 def _fields_of(value: Any) -> list[tuple[str, Any]] | None:
     """The attributes of a record; None if it has others than its class says."""
-    found = {part.key: part.value for part in slots_of(value, _EVERY)}
-    found.update(table_of(value) or {})
+    found = attributes_of(value)
     kind = type(value)
     names = found if kind is types.SimpleNamespace else [f.name for f in dataclasses.fields(kind)]
     return [(name, found[name]) for name in names] if found.keys() == {*names} else None
-
-
-class _Every:
-    """Contains everything."""
-
-    def __contains__(self, key: object) -> bool:
-        return True
-
-
-_EVERY = _Every()
 
 
 class Bundle:

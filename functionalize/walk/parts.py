@@ -448,6 +448,8 @@ def inner_places(tensor: Any) -> Iterator[tuple[tuple[str, ...], Held, torch.Ten
     table = table_of(tensor) or {}
     for name in tensor.__tensor_flatten__()[0]:
         inner = getattr(tensor, name)
+        if not is_a(inner, torch.Tensor):  # a DTensor of torch 2.15 names its mesh, too
+            continue
         yield (name,), Held(table if name in table else tensor, name), inner
         for names, place, each in inner_places(inner):
             yield (name, *names), place, each

@@ -269,7 +269,13 @@ def _changed(held: _Held, x: Tensor) -> Any:
         held.space.a[0] = held.space.a[1] * 2
 
 
+def _other_keys(held: _Held, x: Tensor) -> Any:
+    n = getattr(held.space, "n", 0)
+    held.space.a, held.space.n = [held.space.a[0] + x, *[held.space.a[1]] * (n % 3 + 1)], n + 1
+
+
 REFUSED = {
+    _other_keys: r"`.*a` is a list of \d, was a list of \d: .* keep other things that change",
     _shared: "leaves one list in `.*a` and `.*b`, where a replay would make two",
     _returned: "leaves in `.*a` a list that something else holds, too",
     _kept: "leaves in `.*a` a dict that something else holds, too",
@@ -614,6 +620,22 @@ def test_tensor_inside_a_wrapper(is_parameter: bool) -> None:
     (expected, _), (found, step) = run(lambda s: s), run(fz.capture)
     assert all(map(torch.equal, expected, found))
     assert step.stats.replays > 10, step.explain()
+
+
+def test_other_storage_inside_a_wrapper_is_refused() -> None:
+    model = nn.Linear(3, 3)
+    model.register_buffer("pair", TwoTensor(torch.ones(3), torch.ones(3)))
+
+    def step(x: Tensor) -> Tensor:
+        held: Any = model.pair
+        result = (model(x) * held.b).sum().detach()
+        held.b.data = held.b + 1
+        return result
+
+    captured = fz.capture(step, on_uncapturable="raise")
+    with pytest.raises(UncapturableError, match=r"gives `.*pair\.b` another storage"):
+        for _ in range(8):
+            captured(torch.ones(2, 3))
 
 
 def _scale(weight: Any, x: Tensor) -> None:
