@@ -56,7 +56,7 @@ def capture(
     difference drops the program and is logged, see `docs/capture.md`. With `backward` the forward alone is compared.
     record_after: the number of calls of a kind (shapes and numbers of the arguments) after which it is recorded, while
     a recorded kind waits for its first replay; else, and with `backward`, a kind is recorded at once. With
-    1, the passes too run at once; else those of a large step wait, and its second recording, see `docs/capture.md`.
+    1 nothing is refused because of what it costs, see `docs/capture.md`.
     max_program_bytes: an estimate of the memory that programs may take; the least recently used ones are dropped.
     dynamic: once three calls that differ in sizes only were recorded, predict the programs for other sizes. The first
     call of new sizes is replayed where it is known that nothing decides by them otherwise, else it runs for real and is

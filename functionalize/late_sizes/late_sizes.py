@@ -35,7 +35,6 @@ from functionalize.step.core import StepCore
 from functionalize.step.hooks import Hooks
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Built
-from functionalize.step.pass_schedule import REPLAYS_BEFORE_PASSES
 from functionalize.step.plan import Eager, Record
 from functionalize.step.recording import StepRecording
 from functionalize.step.stages import Invocation
@@ -175,7 +174,7 @@ class LateSizes:
         if program is None:
             return False
         reason = f"a prediction from {group.recorded} recorded calls that computed other sizes"
-        parts = {"op_stream": None, "reason": reason, "group": None, "is_bare": False}
+        parts = {"op_stream": None, "reason": reason, "group": None, "awaits_passes": False}
         self._core.cache.add(call.key, replace(rest, program=program, **parts))
         return True
 
@@ -195,8 +194,8 @@ class LateSizes:
             raise
         if group is not None:
             kind.replayed(group, fits=True)
-            is_worth = group.replays >= REPLAYS_BEFORE_PASSES and group.passed is None
-            if is_worth and core.options.rewrites:
+            may_pass = core.options.rewrites and group.passed is None
+            if may_pass and self._step.passes.is_worth(group.replays):
                 self._pass(group)
         return result
 
@@ -207,7 +206,7 @@ class LateSizes:
         if group.passed is None:
             try:
                 with torch.no_grad(), disable_current_modes():
-                    group.run_passes(options.applied)
+                    group.run_passes(self._step.passes.apply)
             except Exception as error:  # its programs stay as they are
                 group.passed = f"the passes fail: {type(error).__name__}: {error}"
         if group.passed:
@@ -231,5 +230,5 @@ def _has_counts(recording: StepRecording) -> bool:
     return bool(recording.recorder.checks.sizes.has_counts)
 
 
-def _before_passes(recorded: Program) -> tuple[int, bool] | None:
-    return (0, True) if late_guards(recorded) else None
+def _before_passes(recorded: Program) -> tuple[bool, bool] | None:
+    return (True, True) if late_guards(recorded) else None

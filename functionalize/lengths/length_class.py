@@ -99,15 +99,15 @@ class Prediction:
             return None
         return ObservedSizes(group.signatures.known_at(self.sizes))
 
-    def cached(self, waits: int, is_bare: bool) -> Any:
-        """A cache entry, like that of the last reference. waits, is_bare: if its passes have not run."""
+    def cached(self, has_passes: bool, replays_before_passes: bool) -> Any:
+        """A cache entry, like that of the last reference. has_passes: whether there are any to run."""
         recorded = self.group.recorded
         return self.rest.made_by(
             self,
             prediction=self,
             reason=f"a prediction from {recorded} recorded calls of other sizes",
-            waits=0 if self.is_passed else waits,
-            is_bare=is_bare and not self.is_passed,
+            awaits_passes=has_passes and not self.is_passed,
+            replays_before_passes=replays_before_passes,
             group=self.group,
             replays=0,
             audits=0,

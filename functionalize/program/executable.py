@@ -37,6 +37,7 @@ from functionalize.repeats import Repeats
 from functionalize.tape.notes import TapeNotes
 from functionalize.tape.ownership import OpPlaces, ownership_of
 from functionalize.tape.tape import RecordedBackward
+from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.structure import flatten, paths, rebuilder, sketch
 
 _ADVICE = ". Nothing was changed: trace again for arguments like these"
@@ -121,10 +122,11 @@ class Executable:
         Done once, and only on demand: symbolising stacks and making fake values costs as much as the capture.
         """
         if not self._described:
-            self._evaluate(ownership_of).finish()
-            read_provenance(self.graph)
-            self._described = True
-            self.resolve_notes()
+            with only_young_collections():  # what is made here lives as long as the program
+                self._evaluate(ownership_of).finish()
+                read_provenance(self.graph)
+                self._described = True
+                self.resolve_notes()
 
     def evaluate(self) -> None:
         """Fill the part of every `node.meta` that figures are computed from: values, phases and modules."""

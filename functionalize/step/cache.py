@@ -40,13 +40,6 @@ from functionalize.walk.fact_text import NUMBERS
 
 log = logging.getLogger("functionalize")
 _NODE_NBYTES = 6_000  # resident memory per node, with its op record and code
-CALLS_BEFORE_PASSES = 8  # since passes cost several times a recording
-# On a step's first large program the passes take as long as some 20 eager steps. After 48 calls that is less than half
-# of the time of the run.
-CALLS_BEFORE_FIRST_PASSES, LARGE = 48, 1000  # LARGE: nodes; passes take a quarter of a second
-# Of most steps the first recording is not kept. So with passes the second one can wait as well: a recording takes as
-# long as some 5 eager steps, and 60 calls later both, and the passes, take less than half of the time of the run.
-CALLS_BEFORE_SECOND_RECORDING, MANY = 60, 500  # MANY: recorded ops
 RESTS = "the step rests, as calls like the last ones were of no use"
 STRUCTURE = "the structure of the arguments changed"
 
@@ -66,12 +59,12 @@ class CachedProgram:
     op_stream: the recorded one, with which audited calls are compared, or what makes it; None: the program is not
     audited.
     audits: the number of audited calls.
-    waits: the number of calls that must find the program before its passes run and it is replayed; they run eagerly.
-    found: the number of calls that have found it since it waits.
+    awaits_passes: whether its passes have not run, as the ledger has not paid for them. replays_before_passes: whether
+    it is replayed meanwhile; else calls that find it run eagerly. found: the number of these calls.
     dropped: the slots that a replay empties first, see `state/dropped_gradients.py`.
     prediction: set until the program, which was not recorded, was found equal to a call: see `lengths/first_call.py`.
     is_unseen: whether it is replayed, and was neither recorded nor compared: see `lengths/proofs.py`.
-    is_bare: whether it is replayed though its passes have not run. group: the calls that differ in sizes only.
+    group: the calls that differ in sizes only.
     """
 
     program: Program
@@ -85,15 +78,20 @@ class CachedProgram:
     op_stream: Signature | Callable[[], Signature] | None = None
     audits: int = 0
     python_effects: Sequence[PythonEffect] = ()
-    waits: int = 0
+    awaits_passes: bool = False
+    replays_before_passes: bool = False
     found: int = 0
     dropped: Sequence[Gradient] = ()
     prediction: Prediction | None = None
     is_unseen: bool = False
-    is_bare: bool = False
     group: LengthClass | None = None
     _sized: tuple[Program, int] | None = None
     _answers: tuple[Program, dict[Hashable, str]] | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether calls that find it run eagerly until its passes have run."""
+        return self.awaits_passes and not self.replays_before_passes
 
     @property
     def signature(self) -> Signature | None:
@@ -243,15 +241,6 @@ class ProgramCache:
     def at(self, key: Hashable) -> Sequence[CachedProgram]:
         """The programs with this key."""
         return self.by_key.get(key, ())
-
-    def calls_before_passes(self, key: Hashable, program: Program) -> int:
-        """How many calls must find a new program before its passes run.
-
-        As long as no program was replayed, a large one waits; after that the first one of a further kind.
-        """
-        if program.nodes() >= LARGE and not any(cached.replays for cached in self._used):
-            return CALLS_BEFORE_FIRST_PASSES
-        return CALLS_BEFORE_PASSES if self._used and not self.has(key) else 0
 
     def key_of(self, cached: CachedProgram) -> Hashable:
         """The key of a program."""

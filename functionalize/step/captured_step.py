@@ -129,7 +129,6 @@ from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.unread import ReadArguments, looks_at_frames
 
 log = logging.getLogger("functionalize")
-_WAITS_FIRST = "the next recording of this kind of call waits"
 _DISTURBED = "steps of other threads have run in its recordings"
 _READ = "another thread may read the numbers of a recording"
 _VAIN = "{}; recordings of calls that differ there were of no use: what has come there before is recorded"
@@ -272,7 +271,7 @@ class CapturedStep:
         verbose: where each input of each program comes from, too, and its guards on numbers.
         """
         core = self.core
-        next_call = NextCall(core, self._last_plan, self._is_due)
+        next_call = NextCall(core, self._last_plan, self._is_due, self.passes.why_waits)
         return explanation(
             core.name,
             self.boundary,
@@ -318,7 +317,7 @@ class CapturedStep:
         if self._hooks.save is not None:
             self._hooks.save()
         for key, cached in list(core.cache.items()):
-            if cached.waits or cached.is_bare:
+            if cached.awaits_passes:
                 self.passes.optimise(key, cached)
         lengths = self.predictions.lengths if self.predictions is not None else None
         save_step(path, core.fn, SavedStep.of(core.cache, lengths, core.varying, core.vote))
@@ -434,7 +433,9 @@ class CapturedStep:
         found = core.cache.first(call.key, call.leaves, call.spec)
         if found is not None:
             cached, audit = found[0], core.options.audit
-            is_plain = not cached.waits and cached.prediction is None and hooks.is_due is None
+            is_plain = (
+                not cached.awaits_passes and cached.prediction is None and hooks.is_due is None
+            )
             call_number = cached.replays + cached.audits + 1
             if is_plain and (cached.op_stream is None or not audit.is_due(call_number)):
                 return Replay(*found)  # as `_plan_with` would find
@@ -445,15 +446,15 @@ class CapturedStep:
             return Eager(RARE, is_rare=True)
         found = core.cache.first(call.key, call.leaves, call.spec)  # it may have been predicted now
         if found is not None:
-            return self._plan_with(found, asks_passes=False)
+            return self._plan_with(found)
         if core.cache.is_hurried or not core.may_record(call.key):
             return Eager(core.cache.reason, is_vain=True)
         return Record(core.cache.reason)
 
-    def _plan_with(self, found: Found, asks_passes: bool = True) -> Plan:
-        """The plan of a call that a program covers. asks_passes: whether it may wait for its passes."""
+    def _plan_with(self, found: Found) -> Plan:
+        """The plan of a call that a program covers."""
         cached, _ = found
-        if asks_passes and self.passes.waits(cached):
+        if cached.awaits_passes and self.passes.must_wait(cached):
             return Eager(WAITS, waits=True)
         if cached.prediction is None and not self._is_due(cached):
             return Replay(*found)
@@ -471,10 +472,6 @@ class CapturedStep:
     def _plan_without_programs(self, call: Invocation) -> Eager | None:
         """Why a call of a kind without a program runs eagerly; None: it is recorded, or its program was predicted."""
         core = self.core
-        unkept = core.unkept.get(call.key)
-        if unkept is not None and unkept.waits:
-            unkept.waits -= 1
-            return Eager(_WAITS_FIRST, waits=True)
         if self._stays_eager(call):
             return Eager(RARE, is_rare=True)
         if not core.cache.has(call.key) and not core.may_record(call.key):
@@ -678,8 +675,6 @@ class CapturedStep:
         if reads_late(cached.python_effects):
             result = filled(result, call)
         result = refuse_backward(result, cached.has_grad_fn)
-        if counts and cached.is_bare:
-            self.passes.after_replay(cached)
         return result
 
     def _vote_after_graph(self, cached: CachedProgram) -> Vote | None:
@@ -891,7 +886,6 @@ class CapturedStep:
                 self.core.vote = votes | self.core.vote
             if run.recorder.scalars and not run.recorder.live:
                 self.core.policy.kinds.record_next()  # ranks find out together whether they must vote
-            self.passes.let_wait(call, run.recorder, self.wants_sizes(call))
 
     def _build(self, recording: StepRecording, call: Invocation) -> Built:
         """The program of a recording, after the passes."""
@@ -900,8 +894,9 @@ class CapturedStep:
             return own
         recorded = recording.program(call.spec)
         before = hooks.before_passes(recorded) if hooks.before_passes is not None else None
-        waits, is_bare = before or self.passes.before(recorded, call, self.wants_sizes(call))
-        program = recorded if waits or is_bare else self.passes.apply(recorded)
+        before = before or self.passes.before(recorded, call, self.wants_sizes(call))
+        awaits_passes, replays_before = before
+        program = recorded if awaits_passes else self.passes.apply(recorded)
         signature = self.signature(recording, call.key)
         counts = ProgramCounts.of(recording.recorder, recorded.nodes(), program)
         exit, memory = recording.exit, None
@@ -917,9 +912,9 @@ class CapturedStep:
             memory=memory,
             op_stream=signature,
             python_effects=exit.python_effects,
-            waits=waits,
+            awaits_passes=awaits_passes,
+            replays_before_passes=replays_before,
             dropped=recording.dropped(program),
-            is_bare=is_bare,
         )
         reference = None
         if self.predictions is not None:

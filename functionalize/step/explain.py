@@ -103,8 +103,10 @@ def _of_program(cached: CachedProgram) -> Iterator[str]:
     if backwards:
         replays = sum(each.replays for each in backwards)
         yield f"{counted(len(backwards), 'backward')} with {counted(replays, 'replay')}"
-    if cached.waits:
-        yield f"its passes have not run: {counted(cached.waits, 'more call')} of its kind must come first"
+    if cached.awaits_passes and cached.replays_before_passes:
+        yield "its passes have not run: replays must return first what they cost"
+    elif cached.waits:
+        yield "its passes have not run, and its calls run eagerly: they cost more than is left"
     if program.runner is not None and program.runner is not boxed:
         yield f"run by {getattr(program.runner, '__name__', program.runner)}"
 

@@ -65,7 +65,7 @@ class Hooks:
     recorder: Callable[[Recorder, Invocation], None] | None = None
     capture: Callable[[Invocation], Any] | None = None
     compares: Callable[[StepRecording], bool] | None = None
-    before_passes: Callable[[Program], tuple[int, bool] | None] | None = None
+    before_passes: Callable[[Program], tuple[bool, bool] | None] | None = None
     build: Callable[[StepRecording, Invocation], Built | None] | None = None
     built: Callable[[Built, StepRecording, Invocation], Built] | None = None
     add: Callable[[Hashable, CachedProgram], None] | None = None

@@ -27,11 +27,13 @@ class NextCall:
     """What decides what the next call does.
 
     last: the plan of the last call; None: there was none. is_due: whether the next call of a program is audited.
+    why_waits: why the passes of a program that waits for them do not run at the next call; None: they do.
     """
 
     core: StepCore
     last: LastPlan | None
     is_due: Callable[[CachedProgram], bool]
+    why_waits: Callable[[CachedProgram], str | None]
 
     @property
     def text(self) -> str:
@@ -62,9 +64,6 @@ class NextCall:
         if found is not None:
             return self._with(found)
         unkept = core.unkept.get(last.key)
-        if unkept is not None and unkept.waits:
-            wait = counted(unkept.waits, "more call")
-            return f"runs eagerly: the next recording, and its passes, wait: {wait} must come first"
         is_known = unkept is not None or cache.has(last.key)
         missing = 0 if is_known else policy.kinds.missing(last.key)
         if missing > 1:
@@ -92,9 +91,8 @@ class NextCall:
         number = next(n for n, each in enumerate(self.core.cache, 1) if each is cached)
         if cached.prediction is not None:
             return f"runs eagerly, and is compared with program {number}, predicted for its sizes"
-        if cached.waits:
-            wait = counted(cached.waits, "more call")
-            return f"runs eagerly: program {number} waits for its passes until {wait} have found it"
+        if cached.waits and (why := self.why_waits(cached)):
+            return f"runs eagerly: program {number} waits for its passes, which cost {why}"
         if self.is_due(cached):
             return f"is audited: it runs eagerly, and is compared with program {number}"
         return f"replays program {number}"

@@ -15,7 +15,7 @@ from functionalize.program.collective_order import fingerprints, groups_of
 from functionalize.program.program import Program
 from functionalize.run import runner
 from functionalize.run.boxed import boxed
-from functionalize.step.policy import Policy
+from functionalize.step.policy import BUILDING, PASS, RECORDING, Policy
 from functionalize.templates.template import EARLY, FEWEST
 
 log = logging.getLogger("functionalize")
@@ -109,7 +109,15 @@ class CaptureOptions:
 
     def policy(self) -> Policy:
         """When the step records, audits and compares; whoever asks for predictions or reports pays for them."""
-        return Policy(self.record_after, self.dynamic in (False, "auto") and not self.memory)
+        is_bounded = self.dynamic in (False, "auto") and not self.memory
+        # Ranks that compare what programs send compare it when a recording is kept: its passes have run by then.
+        passes = self.passes_cost if self.compares else 0
+        return Policy(self.record_after, is_bounded, RECORDING + BUILDING + passes)
+
+    @property
+    def passes_cost(self) -> float:
+        """What the passes of one program cost, in eager steps. A compiler is not counted: who asks for one waits."""
+        return PASS * len(self.passes)
 
     def lengths(self) -> LengthClasses | None:
         """What predicts programs for other sizes; None without `dynamic`."""

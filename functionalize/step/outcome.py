@@ -79,15 +79,12 @@ class Unkept:
     """The recordings of one kind of call that were not kept.
 
     reasons: the number of recordings for each reason, numbers left out. summary: that of the last recording.
-    waits: the number of calls that run eagerly before the next recording. has_waited: whether there were such calls.
     why: the last reason, for messages: what the step did.
     """
 
     summary: RecordingSummary
     reasons: Counter[str] = field(default_factory=Counter)
     why: str = ""
-    waits: int = 0
-    has_waited: bool = False
 
 
 class UnsettledMisses:

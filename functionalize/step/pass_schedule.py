@@ -1,13 +1,13 @@
-"""When the passes of a program run: at once, when it has been of use, or once for all sizes of its class.
+"""When the passes of a program run: when the ledger pays for them, once for all sizes of a class.
 
-    schedule.before(recorded, call, ...)     how many calls must find a new program first; whether replays do
-    schedule.waits(cached)                   a call that found it runs eagerly, as its passes have not run; counts it
-    schedule.optimise(key, cached)           the passes of a program, which run once for all sizes of its class
-    schedule.after_replay(cached)            of a program that is replayed before its passes: they may run now
+    schedule.before(recorded, call, ...)   whether a new program awaits its passes, and whether it is replayed meanwhile
+    schedule.must_wait(cached)             whether a call that found it runs eagerly; passes that are due run first
+    schedule.optimise(key, cached)         the passes of a program, which run once for all sizes of its class
 
-Programs of calls that differ in sizes are replayed without their passes until these would take a small share of the
-time of all replays (`is_bare`). A program that then needs more memory than eager waits: its calls run eagerly, and the
-passes run as soon as they can for all sizes. Those of a class without a template run for each size.
+A program is recorded when the ledger pays for that, and its passes run when the next call has found it, if the ledger
+pays for them; until then its calls run eagerly. Programs of calls that differ in sizes are replayed before their
+passes, unless they need more memory than eager without: these wait until replays have returned what passes cost, too.
+Where ranks compare what passes make, and in reports, passes run when a recording is kept, which costs as much more.
 Invariant: the passes change which bytes and how much time a replay takes, never what is compared.
 """
 
@@ -23,27 +23,17 @@ from functionalize.errors import FunctionalizeError
 from functionalize.lengths.length_class import LengthClass
 from functionalize.lengths.shared_passes import needs_no_copies
 from functionalize.program.program import Program
-from functionalize.recorder.recorder import Recorder
-from functionalize.step.cache import (
-    CALLS_BEFORE_FIRST_PASSES,
-    CALLS_BEFORE_PASSES,
-    CALLS_BEFORE_SECOND_RECORDING,
-    LARGE,
-    MANY,
-    CachedProgram,
-)
+from functionalize.step.cache import CachedProgram
 from functionalize.step.core import StepCore
 from functionalize.step.outcome import Refused
+from functionalize.step.policy import GAIN
 from functionalize.step.stages import Invocation
-from functionalize.step.vote import Fingerprints, collectives, must_vote
+from functionalize.step.vote import Fingerprints, collectives
 from functionalize.templates.call_keys import shapes_of
 from functionalize.templates.symbols import Shapes
 
 log = logging.getLogger("functionalize")
-# The passes of a class run twice, each time as long as some 20 eager steps (`cache.py`), and return little time: after
-# as many replays that is less than a sixth of the run. Eager calls in between need the memory of these programs.
-REPLAYS_BEFORE_PASSES = 256
-_REPLAYS_ALONE = 64  # of one size at which the passes of its class do not hold, with the same sum
+_SIZES = 2  # at which the passes of a class run
 
 
 class PassSchedule:
@@ -60,90 +50,74 @@ class PassSchedule:
 
     def apply(self, recorded: Program) -> Program:
         """The program of a recording after the passes."""
+        self._core.policy.ledger.pay(self._core.options.passes_cost)
         program = self._core.options.applied(recorded)
         self.rewritten(recorded, program)
         return program
 
     # -- when ------------------------------------------------------------------------------------
 
-    def before(self, recorded: Program, call: Invocation, wants_sizes: bool) -> tuple[int, bool]:
-        """How many calls must show that a program is of use before the passes run; whether replays do (`is_bare`).
+    def before(self, recorded: Program, call: Invocation, wants_sizes: bool) -> tuple[bool, bool]:
+        """Whether a new program awaits its passes, else they run now; and whether it is replayed meanwhile.
 
-        None if as many have waited for the recording. wants_sizes: whether programs of other sizes may be made of it.
+        wants_sizes: whether programs of other sizes may be made of it.
         """
-        core = self._core
+        options = self._core.options
         if self.may_share(wants_sizes):
-            must_pass = core.options.compares and bool(collectives(recorded))
-            is_bare = needs_no_copies(recorded) and not must_pass
-            return 0 if is_bare else CALLS_BEFORE_PASSES, is_bare
-        unkept = core.unkept.get(call.key)
-        if not self._may_wait(wants_sizes) or (unkept is not None and unkept.has_waited):
-            return 0, False
-        return core.cache.calls_before_passes(call.key, recorded), False
+            must_pass = options.compares and bool(collectives(recorded))
+            return True, needs_no_copies(recorded) and not must_pass
+        is_compared = options.compares or options.memory
+        return options.rewrites and self._core.policy.kinds.defers and not is_compared, False
 
     def may_share(self, wants_sizes: bool) -> bool:
         """Whether the passes of a recorded program may run for all sizes of its class."""
         return self._core.options.rewrites and self.may_follow and wants_sizes
 
-    def _may_wait(self, wants_sizes: bool) -> bool:
-        """Whether passes may run later: the ranks, a report or a prediction do not compare their result."""
-        options = self._core.options
-        is_compared = options.compares or options.memory or wants_sizes
-        return self._core.policy.kinds.defers and options.rewrites and not is_compared
-
-    def let_wait(self, call: Invocation, recorder: Recorder, wants_sizes: bool) -> None:
-        """After the first recording of a large step, which is not kept: the next one, and the passes, may wait.
-
-        Ranks that vote, or will, record alike: theirs do not wait.
-        """
-        core = self._core
-        is_first = core.stats.warmups == 1 and not core.has_settled
-        is_long = is_first and len(recorder.records) >= MANY and self._may_wait(wants_sizes)
-        if is_long and core.vote is None and not must_vote(recorder):
-            unkept = core.unkept[call.key]
-            unkept.waits, unkept.has_waited = CALLS_BEFORE_SECOND_RECORDING, True
-            log.info(
-                "%s runs eagerly for %d calls before it is recorded and its passes run, which take as long as some 20 "
-                "steps: with `record_after=1` they run at once",
-                core.name,
-                CALLS_BEFORE_SECOND_RECORDING,
-            )
-
-    def waits(self, cached: CachedProgram) -> bool:
-        """Whether a call that a program covers runs eagerly, as its passes have not run; the last one runs them."""
-        group, core = cached.group, self._core
-        if cached.waits and group is not None and group.template is not None and not group.is_early:
-            if self.share(core.cache.key_of(cached), cached):
-                return False
-            cached.waits = 1  # this call is the last one
-        if not cached.waits or cached.prediction is not None:
+    def must_wait(self, cached: CachedProgram) -> bool:
+        """Whether a call that found a program runs eagerly, as its passes have not run; those that are due run now."""
+        if cached.prediction is not None:  # the call is compared with what was recorded
             return False
-        cached.waits, cached.found = cached.waits - 1, cached.found + 1
-        core.cache.used(cached)
+        core = self._core
         key = core.cache.key_of(cached)
-        core.policy.kinds.replayed(key)  # it has returned
-        if not cached.waits:
+        if cached.replays_before_passes and cached.group is not None:
+            cached.group.replays += 1
+        if self._is_due(cached):
             self.optimise(key, cached)
+            return cached not in core.cache  # a pass has refused it
+        if cached.replays_before_passes:
+            return False
+        cached.found += 1
+        core.cache.used(cached)
+        core.policy.kinds.replayed(key)  # it has returned
         return True
 
-    def after_replay(self, cached: CachedProgram) -> None:
-        """Run the passes of a program that is replayed before them, once they are worth it."""
-        if cached.is_bare and self._is_worth(cached):
-            self.optimise(self._core.cache.key_of(cached), cached)
-
-    def _is_worth(self, cached: CachedProgram) -> bool:
+    def _is_due(self, cached: CachedProgram) -> bool:
         group = cached.group
-        if group is None or group.template is None or group.apart is not None:
-            is_large = cached.program.nodes() >= LARGE
-            enough = CALLS_BEFORE_FIRST_PASSES if is_large else CALLS_BEFORE_PASSES
-            return cached.replays >= enough
-        group.replays += 1
-        is_often = cached.replays >= _REPLAYS_ALONE
-        is_due = bool(group.passed) or group.replays >= REPLAYS_BEFORE_PASSES
-        if not (is_often or is_due):
+        is_shared = self._is_shared(cached)
+        if is_shared and group is not None and group.passed:
+            return True
+        times = _SIZES if is_shared else 1
+        if not cached.replays_before_passes:
+            return self._core.policy.ledger.can_pay(times * self._core.options.passes_cost)
+        replays = group.replays if is_shared and group is not None else cached.replays
+        return self.is_worth(replays, times)
+
+    def _is_shared(self, cached: CachedProgram) -> bool:
+        """Whether the passes of the program's class would hold for it."""
+        group = cached.group
+        if group is None or group.template is None or group.is_early or group.apart is not None:
             return False
-        sizes = group.sizes_of(shapes_of(self._core.cache.key_of(cached)))
-        return is_due if group.shares_passes(sizes) else is_often
+        return group.shares_passes(group.sizes_of(shapes_of(self._core.cache.key_of(cached))))
+
+    def is_worth(self, replays: int, times: int = _SIZES) -> bool:
+        """Whether the passes of a program that was replayed before them run now. times: how often they run."""
+        cost = times * self._core.options.passes_cost
+        return replays * GAIN >= cost and self._core.policy.ledger.can_pay(cost)
+
+    def why_waits(self, cached: CachedProgram) -> str | None:
+        """What is missing for the passes of a program that waits for them, for messages; None: they run next."""
+        times = _SIZES if self._is_shared(cached) else 1
+        return self._core.policy.why_unpaid(times * self._core.options.passes_cost)
 
     # -- run them --------------------------------------------------------------------------------
 
@@ -152,8 +126,7 @@ class PassSchedule:
         if self.share(key, cached):
             return
         core = self._core
-        cached.is_bare = False
-        cached.waits, runner = 0, cached.program.runner
+        cached.awaits_passes, runner = False, cached.program.runner
         try:
             with torch.no_grad(), disable_current_modes():
                 cached.rewrite(self.apply)
@@ -180,7 +153,7 @@ class PassSchedule:
         if programs is None:
             return False
         cached.takes(programs)
-        cached.waits, cached.is_bare = 0, False
+        cached.awaits_passes = False
         cached.fingerprints = group.issued or {}
         self._core.stats.nodes = sum(each.nodes() for each in programs)
         return True
@@ -194,6 +167,7 @@ class PassSchedule:
             group.passed = []  # of a file
 
         def apply(program: Program) -> Program:
+            self._core.policy.ledger.pay(options.passes_cost)
             passed = options.applied(program)
             issued.append(options.issued(passed))
             return passed

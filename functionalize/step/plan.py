@@ -62,7 +62,7 @@ class Eager:
     """The step runs for real, unrecorded. why: for people.
 
     is_rare: calls of its kind came too seldom to be recorded, on some rank. is_vain: its programs miss the call, and
-    none like it is worth a recording. waits: its program, or its recording, waits.
+    none like it is worth a recording. waits: its program waits for its passes.
     """
 
     why: str

@@ -35,12 +35,13 @@ from functionalize.ir.guards import Miss
 # Eager steps beyond the one that the call would have taken.
 RECORDING = 5.5
 BUILDING = 4.5  # a program, and its code at the first replay
+PASS = 1.4  # one pass over a program, with its share of the metadata and of `verify`
 AUDIT = 7.0
 COMPARISON = 4.0  # a first call of a predicted program that is compared
 LOST_GRAPH = 0.6  # a graph that ran, and whose guards on numbers failed
 # At the guards of programs, all of which fail: with a walk of all objects, without it.
 LOOK, QUICK_LOOK = 1.0, 0.03
-_GAIN = 0.5  # of a replay
+GAIN = 0.5  # of a replay
 _ALLOWANCE, _SHARE = 30.0, 0.05  # eager steps; of the calls
 _MOST_SAVED = 60.0  # eager steps
 _DIFFERENT_IN_A_ROW = 3
@@ -75,14 +76,16 @@ class Ledger:
 
     def replayed(self) -> None:
         """A program was replayed."""
-        self._add(_GAIN)
+        self._add(GAIN)
 
     def _add(self, steps: float) -> None:
         self.balance = min(self.balance + steps, _MOST_SAVED)
 
     def can_pay(self, cost: float, calls: int = 0) -> bool:
         """Whether a cost is within the promise. calls: so many calls later."""
-        return not self.is_bounded or self.balance + calls * _SHARE >= cost
+        if not (self.is_bounded and cost):
+            return True
+        return self.balance + calls * _SHARE >= min(cost, _MOST_SAVED)
 
     def pay(self, cost: float) -> None:
         """Something has cost as many eager steps."""
@@ -365,13 +368,19 @@ class Policy:
     """When a step records, audits and compares.
 
     record_after: calls of a kind, see `Kinds`; 1: every call that no program covers is recorded. is_bounded: whether
-    the ledger refuses anything.
+    the ledger refuses anything. recording: what a recording that is kept costs, with all that must be done for its
+    first replay.
     calls, replays, replayed_kinds: those that nothing was asked about yet. A replay only notes them here, and whatever
     is asked next sees them first: a step that replays asks nothing.
     """
 
-    def __init__(self, record_after: int, is_bounded: bool = True) -> None:
-        self._records_all = record_after == 1
+    def __init__(
+        self,
+        record_after: int,
+        is_bounded: bool = True,
+        recording: float = RECORDING + BUILDING,
+    ) -> None:
+        self._records_all, self._recording = record_after == 1, recording
         self._ledger = Ledger(is_bounded and not self._records_all)
         self._kinds = Kinds(record_after)
         self._questions = Questions()
@@ -433,16 +442,20 @@ class Policy:
     @property
     def can_record(self) -> bool:
         """Whether the ledger pays for a recording, and for its program."""
-        return self.ledger.can_pay(RECORDING + BUILDING)
+        return self.ledger.can_pay(self._recording)
 
     @property
     def why_not_next(self) -> str | None:
         """Why the next call is not recorded, whatever it is, for messages; None: the ledger pays for it."""
-        cost = RECORDING + BUILDING
-        if self._records_all or self.ledger.can_pay(cost, calls=1):
+        why = self.why_unpaid(self._recording)
+        return None if self._records_all or why is None else f"a recording costs {why}"
+
+    def why_unpaid(self, cost: float) -> str | None:
+        """What is missing for something that costs as many eager steps; None: the next call can pay for it."""
+        if self.ledger.can_pay(cost, calls=1):
             return None
         left = self.ledger.balance
-        return f"a recording costs {cost:g} eager steps, and {left:.1f} are left; each call adds {_SHARE:g}"
+        return f"{cost:g} eager steps, and {left:.1f} are left; each call adds {_SHARE:g}"
 
     def may_record(self, key: Hashable, miss: Miss | None, looked_slowly: bool = False) -> bool:
         """Whether a call is recorded that has no program, or whose programs all missed. Counts it.

@@ -25,7 +25,7 @@ from functionalize.lengths.proofs import EQUAL, NEAR
 from functionalize.lengths.references import Reference
 from functionalize.program.program import Program
 from functionalize.step.audits import Audits
-from functionalize.step.cache import CALLS_BEFORE_PASSES, CachedProgram
+from functionalize.step.cache import CachedProgram
 from functionalize.step.core import StepCore
 from functionalize.step.pass_schedule import PassSchedule
 from functionalize.step.policy import COMPARISON
@@ -140,13 +140,11 @@ class Predictions:
     def take(self, found: Prediction, call: Invocation) -> None:
         """The call is replayed by a predicted program, or compared with it."""
         core = self._core
-        rewrites = core.options.rewrites
-        is_bare = rewrites and found.group.is_lean
         if core.must_issue_alike:
-            cached = found.cached(0, False)
+            cached = found.cached(False, False)
             cached.fingerprints = found.group.issued or {}
         else:
-            cached = found.cached(CALLS_BEFORE_PASSES if rewrites and not is_bare else 0, is_bare)
+            cached = found.cached(core.options.rewrites, found.group.is_lean)
         if found.why is None:
             cached.prediction, cached.is_unseen = None, True
             core.stats.instances += 1

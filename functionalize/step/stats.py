@@ -45,7 +45,7 @@ class Stats:
 
     calls = warmups + captures + replays + audits + eager (a warm-up was recorded and not kept; `eager` ran without
     being recorded). rare: those of `eager` whose kind came too seldom to be recorded, on this rank or on
-    another. waiting: those of `eager` whose program waited for its passes, or whose recording waited.
+    another. waiting: those of `eager` whose program waited for its passes.
     guard_failures: the last hundred messages.
     predictions: first calls of predicted programs that were as predicted, and whose programs are kept; mispredictions:
     those that were not. Both are among `audits`. instances: predicted programs that were replayed at their first call.

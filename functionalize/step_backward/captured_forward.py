@@ -248,7 +248,6 @@ class Forward:
         leave(call, cached.slots, left[:count], cached.effects)
         self._core.cache.used(cached, is_replayed=True)
         repeat(cached.python_effects, call, left[count:])
-        self._passes.after_replay(cached)
         assert isinstance(call.leaves, DetachedLeaves)
         return with_backward(result, cached.has_grad_fn, replayed, call.leaves, replayed.inputs())
 
@@ -412,9 +411,10 @@ class Forward:
             return None
         run = recording.run
         pair = recording.pair(call.spec, run.rerun_of.saved if run.rerun_of is not None else ())
-        is_bare = self._is_bare(pair, call)
-        apply = self._passes.apply if not is_bare else lambda program: program
-        forward, backward = apply(pair.forward), apply(pair.backward)
+        awaits_passes = self._awaits_passes(pair, call)
+        forward, backward = pair.forward, pair.backward
+        if not awaits_passes:
+            forward, backward = map(self._passes.apply, (forward, backward))
         nodes = pair.forward.nodes() + pair.backward.nodes()
         counts = ProgramCounts.of(run.recorder, nodes, forward)
         signature = self._step.signature(recording, call.key)
@@ -441,7 +441,8 @@ class Forward:
             rerun_of=run.rerun_of,
             op_stream=signature,
             python_effects=run.end.exit.python_effects,
-            is_bare=is_bare,
+            awaits_passes=awaits_passes,
+            replays_before_passes=awaits_passes,
         )
         counts = replace(counts, nodes=counts.nodes + backward.nodes())
         names, reference = run.end.entry.roots.arguments, None
@@ -449,7 +450,7 @@ class Forward:
             reference = self._predictions.reference_of_pair(call, names, pair, cached, whole)
         return Built(cached, recording.summary, counts, reference)
 
-    def _is_bare(self, pair: Pair, call: Invocation) -> bool:
+    def _awaits_passes(self, pair: Pair, call: Invocation) -> bool:
         """Whether programs are replayed before the passes, which may run for all sizes."""
         if call.expected is not None:
             return self._core.options.rewrites and call.expected.group.is_lean

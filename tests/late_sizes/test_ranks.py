@@ -15,7 +15,7 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
-from functionalize.late_sizes import late_sizes
+from functionalize.step import pass_schedule
 from tests.allowance import ample_allowance
 from tests.fsdp.twins import call_differences
 from tests.late_sizes.computed import mixture
@@ -142,5 +142,5 @@ def test_ranks_whose_passes_run_after_a_few_replays() -> None:
 
 
 def trained_after_passes() -> Any:
-    with mock.patch.object(late_sizes, "REPLAYS_BEFORE_PASSES", 8):
+    with mock.patch.object(pass_schedule, "GAIN", 2.5):
         return trained("mixtures", 44, (96,), "default")

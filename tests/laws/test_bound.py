@@ -1,7 +1,7 @@
 """What a captured step costs beyond eager is bounded, over any stream of calls: Note [The ledger] in `step/policy.py`.
 
-Costs are counted here apart from the ledger, by what the step has done: recordings, audits, graphs whose numbers were
-others, replays. After every call the sum is at most 30 eager steps and a twentieth of the calls.
+Costs are counted here apart from the ledger, by what the step has done: recordings, passes, audits, graphs whose
+numbers were others, replays. After every call the sum is at most 30 eager steps and a twentieth of the calls.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
+from functionalize import passes
 from functionalize.errors import GuardError
 from functionalize.program.executable import Executable
 from tests.ranks import run_on_ranks
 
 # Eager steps, as measured (docs/measured.md).
 RECORDED, BUILT, AUDITED, COMPARED, LOST, RETURNED = 5.5, 4.5, 7.0, 4.0, 0.6, 0.5
+PASSED = 1.4  # each pass of a pipeline, of each program that it is applied to
 
 HABITS = (
     "plain",
@@ -91,6 +93,7 @@ class Costs:
 
     step: Any
     lost: int = 0
+    passed: int = 0  # passes that ran
     calls: int = 0
     worst: float = field(default=-100.0)
 
@@ -99,6 +102,7 @@ class Costs:
         stats = self.step.stats
         recorded = stats.warmups + stats.captures
         spent = RECORDED * recorded + BUILT * stats.captures + LOST * self.lost
+        spent += PASSED * self.passed
         compared = stats.predictions + stats.mispredictions  # among the audits
         spent += AUDITED * (stats.audits - compared) + COMPARED * compared
         spent -= RETURNED * stats.replays
@@ -106,9 +110,9 @@ class Costs:
 
 
 @contextmanager
-def lost_graphs(costs: Costs) -> Iterator[None]:
-    """A context that counts the graphs which ran in vain."""
-    replay = Executable.replay
+def counted_by(costs: Costs) -> Iterator[None]:
+    """A context that counts the graphs which ran in vain, and the passes."""
+    replay, run = Executable.replay, passes.run
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -117,11 +121,17 @@ def lost_graphs(costs: Costs) -> Iterator[None]:
             costs.lost += 1
             raise
 
+    def run_counted(program: Any, pipeline: Any) -> Any:
+        costs.passed += len(pipeline)
+        return run(program, pipeline)
+
     Executable.replay = counted  # type: ignore[method-assign]
+    passes.run = run_counted
     try:
         yield
     finally:
         Executable.replay = replay  # type: ignore[method-assign]
+        passes.run = run
 
 
 def result_of(step: Any, x: Tensor) -> Tensor | str:
@@ -132,12 +142,14 @@ def result_of(step: Any, x: Tensor) -> Tensor | str:
     return result
 
 
-def worst_of(stream: list[frozenset[str]], shards: bool = False, seed: int = 0) -> float:
+def worst_of(
+    stream: list[frozenset[str]], shards: bool = False, seed: int = 0, pipeline: str = ""
+) -> float:
     """The greatest cost beyond what is promised, after any call; each call is compared with eager."""
     ours, eager = World(shards), World(shards)
-    step = fz.capture(ours.step, on_uncapturable="eager")
+    step = fz.capture(ours.step, on_uncapturable="eager", passes=pipeline)
     costs = Costs(step)
-    with lost_graphs(costs):
+    with counted_by(costs):
         for i, habits in enumerate(stream):
             for world in (ours, eager):
                 world.habits = habits
@@ -163,23 +175,29 @@ streams = st.lists(
 )
 
 
+PIPELINES = ("", "elide_copies", "default", "fast")
+
+
 @settings(max_examples=25)
-@given(streams)
-def test_any_stream_of_calls(parts: list[tuple[list[frozenset[str]], int]]) -> None:
+@given(streams, st.sampled_from(PIPELINES))
+def test_any_stream_of_calls(parts: list[tuple[list[frozenset[str]], int]], pipeline: str) -> None:
     stream = [each for cycle, times in parts for _ in range(times) for each in cycle]
-    assert worst_of(stream) <= 0
+    assert worst_of(stream, pipeline=pipeline) <= 0
 
 
+@pytest.mark.parametrize("pipeline", ["", "default"])
 @pytest.mark.parametrize("habit", HABITS)
-def test_one_habit_at_every_call(habit: str) -> None:
-    assert worst_of([frozenset({habit})] * 120) <= 0
+def test_one_habit_at_every_call(habit: str, pipeline: str) -> None:
+    assert worst_of([frozenset({habit})] * 120, pipeline=pipeline) <= 0
 
 
-def test_all_habits_in_turn() -> None:
-    assert worst_of([frozenset({HABITS[i * 7 % len(HABITS)]}) for i in range(400)]) <= 0
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_all_habits_in_turn(pipeline: str) -> None:
+    stream = [frozenset({HABITS[i * 7 % len(HABITS)]}) for i in range(400)]
+    assert worst_of(stream, pipeline=pipeline) <= 0
 
 
-def on_a_rank(seed: int, calls: int) -> float:
+def on_a_rank(seed: int, calls: int, pipeline: str) -> float:
     """A stream of which some calls differ from rank to rank: in branches, positions, drawn numbers and lengths."""
     shared, own = random.Random(seed), random.Random(seed * 100 + dist.get_rank())
     names = [h for h in HABITS if h != "raises"]
@@ -189,9 +207,9 @@ def on_a_rank(seed: int, calls: int) -> float:
         if "evaluation" not in chosen and shared.random() < 0.3:
             chosen.add(own.choice(["plain", "branch", "counter", "draw", "other length"]))
         stream.append(frozenset(chosen))
-    return worst_of(stream, shards=True, seed=1000 * dist.get_rank())
+    return worst_of(stream, shards=True, seed=1000 * dist.get_rank(), pipeline=pipeline)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_ranks_that_differ(seed: int) -> None:
-    assert max(run_on_ranks(on_a_rank, seed, 60, world=2)) <= 0
+@pytest.mark.parametrize("seed, pipeline", [(0, ""), (1, ""), (2, ""), (3, "default"), (4, "fast")])
+def test_ranks_that_differ(seed: int, pipeline: str) -> None:
+    assert max(run_on_ranks(on_a_rank, seed, 60, pipeline, world=2)) <= 0

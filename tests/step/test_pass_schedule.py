@@ -1,0 +1,157 @@
+"""When the passes of a program run: when the ledger pays for them, with `record_after=1` at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import functionalize as fz
+from functionalize.errors import PassError
+from functionalize.passes import Pass
+from functionalize.program.program import Program
+from functionalize.step.vote import RankVote
+from tests.step.twins import batch, same_state, twins
+from tests.steps import make_step
+
+
+def test_passes_run_when_the_ledger_pays_for_them() -> None:
+    (model, optimizer), (twin, twin_optimizer) = twins()
+    options = {"passes": "default", "audit": False, "dynamic": False}
+    captured = fz.capture(make_step(model, optimizer), **options)
+    eager, stats = make_step(twin, twin_optimizer), captured.stats
+
+    def call(rows: int) -> Program:
+        torch.manual_seed(0)
+        found = captured(batch(0, rows))
+        torch.manual_seed(0)
+        assert torch.equal(found, eager(batch(0, rows)))
+        assert same_state(model, twin)
+        return captured.program
+
+    while not stats.replays:
+        first = call(3)
+    assert first.stage == "INPLACE" and first.history
+    assert (stats.warmups, stats.captures, stats.waiting) == (1, 1, 0)
+    while captured.core.policy.ledger.balance < 10:  # a recording and a program
+        call(3)
+    assert call(4).history == ()
+    assert "runs eagerly: program 2 waits for its passes, which cost 9.8 eager steps, and 0." in (
+        captured.explain()
+    )
+    nodes, replays = stats.nodes, stats.replays
+    assert call(4).history == ()
+    assert "its passes have not run, and its calls run eagerly" in captured.explain()
+    while captured.core.policy.ledger.balance < 9.8:
+        assert call(3).history
+    assert stats.replays - replays > 8 and stats.waiting == 1
+    assert call(4).stage == "INPLACE"
+    assert stats.nodes == captured.program.nodes() != nodes
+    assert "its passes" not in captured.explain().replace("waited for its passes", "")
+    for i in range(4):
+        assert call(3 + i % 2).history
+    assert (stats.waiting, stats.eager) == (1, 1)
+
+
+def test_a_program_that_was_found_while_it_waited_was_of_use() -> None:
+    options = {"max_programs": 2, "audit": False, "dynamic": False}
+    step = fz.capture(lambda x: x.sin(), passes="elide_copies", **options)
+    for rows in range(3, 12):
+        step.core.policy.ledger.balance = 10.0  # for a recording and a program, not for passes
+        for _ in range(4):
+            assert torch.equal(step(torch.ones(rows)), torch.ones(rows).sin())
+    stats = step.stats
+    assert (stats.captures, stats.waiting, stats.replays) == (9, 3 * 9, 0)
+    assert not step.core.cache.thrashing
+
+
+def many_ops(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(1000):
+        x = x + 1
+    return x
+
+
+def deep_step() -> Any:
+    """A step with many ops."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(50)))
+    return make_step(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"record_after": 1}])
+@pytest.mark.parametrize("pipeline", ["default", "fast", "cleanup"])
+def test_a_large_step_is_replayed_after_its_passes_from_the_third_call_on(
+    pipeline: str, options: Any
+) -> None:
+    step = fz.capture(deep_step(), passes=pipeline, audit=False, **options)
+    for i in range(5):
+        step(batch(i))
+    assert (step.stats.waiting, step.stats.replays, step.stats.eager) == (0, 3, 0)
+    assert step.program.history
+
+
+def test_passes_that_cost_more_than_is_saved_at_most_run_when_all_is_saved() -> None:
+    pipeline = ",".join(["drop_dead_code"] * 50)
+    step, x = fz.capture(many_ops, passes=pipeline, audit=False), torch.zeros(3)
+    step.core.policy.ledger.balance = 59.0
+    for _ in range(3):
+        step(x)
+    assert step.stats.waiting == 2 and "which cost 70 eager steps" in step.explain()
+    step.core.policy.ledger.balance = 60.0
+    step(x)
+    assert step.stats.replays == 1 and step.program is not None and step.program.history
+
+
+class Fails(Pass):
+    """A pass that fails for one size."""
+
+    name = "fails"
+
+    def apply(self, program: Program) -> int:
+        if any(spec.geometry.size == (4,) for spec in program.inputs):
+            raise self.error("not for four")
+        return 0
+
+    def __init__(self, error: type[Exception] = PassError) -> None:
+        self.error = error
+
+
+def test_a_pass_that_fails_later_refuses_the_kind_alone() -> None:
+    options = {"audit": False, "dynamic": False, "on_uncapturable": "raise"}
+    step = fz.capture(lambda x: x.sin(), passes=[Fails()], **options)
+    for rows in (3, 3, 4, 4):  # when the pass fails the call runs eagerly
+        assert torch.equal(step(torch.ones(rows)), torch.ones(rows).sin())
+    with pytest.raises(PassError, match="not for four"):
+        step(torch.ones(4))
+    assert torch.equal(step(torch.ones(3)), torch.ones(3).sin())
+
+
+def test_a_bug_in_a_pass_does_not_end_a_loop_that_replays(caplog: Any) -> None:
+    step = fz.capture(lambda x: x.sin(), passes=[Fails(RuntimeError)], audit=False)
+    for rows in (3, 3, *[4] * 12):
+        assert torch.equal(step(torch.ones(rows)), torch.ones(rows).sin())
+    assert "replays a program without its passes: not for four" in caplog.text
+    assert step.stats.replays == 12
+
+
+def test_a_pass_that_fails_later_on_one_of_several_ranks_is_left_out(caplog: Any) -> None:
+    """A rank that refused alone would leave the others waiting for its vote."""
+    step = fz.capture(lambda x: x.sin(), passes=[Fails()], audit=False, dynamic=False)
+    for rows in (3, 3, *[4] * 12):
+        assert torch.equal(step(torch.ones(rows)), torch.ones(rows).sin())
+        step.core.vote = RankVote((), torch.device("cpu"))
+    assert "replays a program without its passes: not for four" in caplog.text
+    assert (step.stats.replays, step.stats.eager) == (1 + 11, 0)
+
+
+def test_a_saved_program_has_its_passes(tmp_path: Any) -> None:
+    model, optimizer = twins()[0]
+    step = fz.capture(make_step(model, optimizer), passes="default", audit=False)
+    for rows in (3, 3, 3, 3, 4):
+        step.core.policy.ledger.balance = 25.0
+        step(batch(0, rows))
+    assert len(step.programs) == 2 and not step.programs[-1].history
+    step.save(tmp_path / "step.fzp")
+    assert all(program.history for program in step.programs)
