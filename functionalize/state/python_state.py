@@ -31,7 +31,6 @@ from functionalize.util.reading import values_of
 from functionalize.util.text import with_article
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.code_uses import lines_of_changes, lines_of_uses
-from functionalize.walk.data_parts import process_generators
 from functionalize.walk.discovery import note_optimizer, walked, walked_again
 from functionalize.walk.fact_text import (
     Path,
@@ -45,6 +44,7 @@ from functionalize.walk.fact_text import (
 from functionalize.walk.live_places import LIVE_NUMBERS, NO_PLACES, LivePlaces
 from functionalize.walk.probes import Probes
 from functionalize.walk.roots import Roots
+from functionalize.walk.surroundings import process_generators
 from functionalize.walk.unread import AttributeReads, is_of_library
 from functionalize.walk.walker import PythonState
 

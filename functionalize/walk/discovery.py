@@ -6,7 +6,7 @@
     state.moving     facts about state that is read only by changing it: random generators, iterators, open files
 
 The walk starts at the callable and its arguments, and goes breadth first through closures, defaults, globals, bound
-objects, attributes and containers (`object_parts.py`), modules, their hooks and those of their parameters, and
+objects, attributes and containers (`parts.py`), modules, their hooks and those of their parameters, and
 optimizers. Attributes of the user's objects are facts if their name occurs in the code that was found
 (`code_names.py`); objects in other attributes are searched for modules, optimizers and tensors alone. Since code
 that is found later may name more attributes, the walk is repeated until no name is new.

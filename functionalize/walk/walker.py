@@ -36,14 +36,6 @@ from functionalize.util.packages import is_users
 from functionalize.util.reading import elements_of, item_of, items_of, size_of, table_of, values_of
 from functionalize.util.text import with_article
 from functionalize.walk.code_names import NameFilter
-from functionalize.walk.data_parts import (
-    BY_EQUALITY,
-    CONTAINERS,
-    around,
-    process_generators,
-    replaced,
-    settings,
-)
 from functionalize.walk.fact_text import NUMBERS, PLAIN, Path, text_of
 from functionalize.walk.live_places import (
     LIVE_NUMBERS,
@@ -56,8 +48,9 @@ from functionalize.walk.live_places import (
     names_lists,
     state_numbers,
 )
-from functionalize.walk.object_parts import class_parts, parts_of
 from functionalize.walk.parts import (
+    BY_EQUALITY,
+    CONTAINERS,
     SAME,
     Held,
     Is,
@@ -65,10 +58,13 @@ from functionalize.walk.parts import (
     Visit,
     attribute,
     attributes_of_tensor,
+    class_parts,
     inner_places,
+    parts_of,
 )
 from functionalize.walk.probes import Probes
 from functionalize.walk.roots import Identity, InPlace, Roots, free_name
+from functionalize.walk.surroundings import around, process_generators, replaced, settings
 
 _MAX_OBJECTS = 20_000  # a bound on the search for tensors in attributes that no code names
 _MAX_FACTS = 200_000  # more are too many to compare at every call
