@@ -1,6 +1,6 @@
 """A fast test that a walk would find the same facts: each object that it visited still holds the very same objects.
 
-    probes = state.probes              filled by the walk (`discovery.py`)
+    probes = state.probes              filled by the walk (`walker.py`)
     probes.hold(leaves)                True: nothing has changed; False: something may have, and a walk must compare
 
 A walk goes from holder to holder. If every holder has the objects it had, by identity, then the walk goes the same way;
