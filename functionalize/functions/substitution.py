@@ -7,10 +7,11 @@
 
 A storage is substituted only if it is empty on entry, is resized, or has functional tensors of several dtypes. Ops
 on other storages are passed unchanged to the modes below. Autograd runs above this mode, so it saves the parameter
-itself, as in eager.
+itself, as in eager. A view op runs on the tensor itself, whose storage may be empty; an op that returns an argument, as
+`x.add_(1)` does, returns it, whatever the engine wrote.
 
-Invariant: before `apply_epilogue` no storage is resized and no tensor on a substituted storage is written. Every
-patch of torch is removed when the mode exits.
+Invariant: before `apply_epilogue` no storage is resized, but for an op after which it has its size again, and no tensor
+on a substituted storage is written. Every patch of torch is removed when the mode exits.
 Refusals, all before the op runs: reads of freed or undefined data, resizes of storages without a tensor.
 
 Note [Epilogue below functionalization]
@@ -27,7 +28,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from functionalize._compat.dispatch import (
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
 )
-from functionalize._compat.graphs import proxy_mode, pytree
+from functionalize._compat.graphs import proxy_mode, pytree, untraced
 from functionalize._compat.stacks import CapturedTraceback
 from functionalize.discharge.emitters import TensorEmitter
 from functionalize.discharge.functionalizer import Functionalizer
@@ -61,10 +62,10 @@ from functionalize.functions.input_epilogue import (
     number_at,
     onto_storage_of,
     remake,
+    resize_for_real,
     span_of,
     write_back,
 )
-from functionalize.functions.live_calls import map_tensors, on_original, plain_int, returned
 from functionalize.ir.epilogue import window
 from functionalize.ir.ops import OpRecord, TensorRef
 from functionalize.recorder.op_kinds import is_composite, is_data_free, is_metadata, tensors_in
@@ -196,7 +197,7 @@ class Substitution(TorchDispatchMode):
             with self:
                 for each, named in parts:
                     func(*each, **named)
-            return returned(func, args, kwargs, None)
+            return _returned(func, args, kwargs, None)
         resizes = func is RESIZE_STORAGE
         moves = func is aten.set_.source_Tensor and is_functional(args[0])
         if not (resizes or moves) and not any(
@@ -235,7 +236,7 @@ class Substitution(TorchDispatchMode):
             return self._step(record, args, kwargs)
         if is_data_free(func):
             return self._view(record, args, kwargs)
-        return func(*map_tensors(self._value, args), **map_tensors(self._value, kwargs))
+        return func(*_map_tensors(self._value, args), **_map_tensors(self._value, kwargs))
 
     def _value(self, tensor: Tensor) -> Any:
         live = self._substituted_storage(tensor)
@@ -250,8 +251,8 @@ class Substitution(TorchDispatchMode):
             live = self._substituted_storage(tensor)
             return tensor if live is None else TensorRef(live.serial, geometry(tensor))
 
-        out = on_original(record.target, args, kwargs)
-        record.args, record.outputs = map_tensors(ref_of, args), map_tensors(ref_of, out)
+        out = _on_original(record.target, args, kwargs)
+        record.args, record.outputs = _map_tensors(ref_of, args), _map_tensors(ref_of, out)
         self.engine.views(record)
         return out
 
@@ -273,7 +274,7 @@ class Substitution(TorchDispatchMode):
             plain.append((made, tensor))
             return made
 
-        record.args, record.kwargs = map_tensors(ref, args), map_tensors(ref, kwargs)
+        record.args, record.kwargs = _map_tensors(ref, args), _map_tensors(ref, kwargs)
         try:
             values = self.engine.step(record)
             for made, tensor in plain:
@@ -282,7 +283,7 @@ class Substitution(TorchDispatchMode):
         finally:
             for made, _ in plain:
                 self.engine.storages.pop(made.storage, None)
-        return returned(func, args, kwargs, values)
+        return _returned(func, args, kwargs, values)
 
     def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op that changes the tensor object (`set_`, `t_`); the engine identifies views by geometry alone."""
@@ -313,7 +314,7 @@ class Substitution(TorchDispatchMode):
 
     def _resize(self, live: LiveStorage, nbytes: Any) -> None:
         storage = self._substitute_storage(live)
-        self.engine.resize(live.serial, plain_int(nbytes))
+        self.engine.resize(live.serial, _plain_int(nbytes))
         if storage.nbytes == 0:
             for view in storage.views.values():
                 if view.version != storage.version and view.value is not storage.base:
@@ -397,3 +398,95 @@ class Substitution(TorchDispatchMode):
 
 # Ops that Dynamo inserts and that read or set a tensor's version counter only.
 _ABOUT_VERSIONS = frozenset({"prims::_tensor_version", "prims::_unsafe_set_version_counter"})
+
+
+# -- arguments and results of an op ----------------------------------------------------------------
+
+
+def _plain_int(nbytes: Any) -> Any:
+    """A symbolic size as a plain integer, which adds a guard."""
+    return int(nbytes) if isinstance(nbytes, torch.SymInt) else nbytes
+
+
+def _map_tensors(fn: Callable[[Tensor], Any], arg: Any) -> Any:
+    """`arg` with `fn` applied to every tensor."""
+    if isinstance(arg, Tensor):
+        return fn(arg)
+    if isinstance(arg, list):
+        return [_map_tensors(fn, a) for a in arg]
+    if isinstance(arg, tuple):
+        return tuple(_map_tensors(fn, a) for a in arg)
+    if isinstance(arg, dict):
+        return {k: _map_tensors(fn, a) for k, a in arg.items()}
+    return arg
+
+
+def _on_original(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a view op on the tensor itself, whose storage may be too small for torch's bounds checks.
+
+    The op is hidden from a tracer: in its graph, the view would be made of an empty input.
+    """
+    if is_functional(args[0]):
+        return func(*args, **kwargs)
+    with untraced():
+        return _with_enough_storage(func, args, kwargs)
+
+
+def _with_enough_storage(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError:
+        short = [t for t in tensors_in(args) if nbytes_of(t) < geometry(t).end]
+        if not short:
+            raise
+    # Grow each storage temporarily so that the bounds checks pass; nothing reads the added bytes.
+    sizes = [(t.untyped_storage(), t.untyped_storage().nbytes(), geometry(t).end) for t in short]
+    try:
+        for storage, _, enough in sizes:
+            resize_for_real(storage, enough)
+        return func(*args, **kwargs)
+    finally:
+        for storage, nbytes, _ in sizes:
+            resize_for_real(storage, nbytes)
+
+
+@cache
+def _returns(func: Any) -> tuple[str | None, ...]:
+    """For each output of `func`, the name of the argument that it is, by its schema."""
+    sets: dict[str, str] = {}
+    for argument in func._schema.arguments:
+        info = argument.alias_info
+        if info is not None and info.is_write:
+            for alias in info.before_set:
+                sets.setdefault(alias, argument.name)
+    names: list[str | None] = []
+    for each in func._schema.returns:
+        info = each.alias_info
+        written = [] if info is None else [sets[a] for a in info.before_set if a in sets]
+        names.append(written[0] if written else None)
+    return tuple(names)
+
+
+def _returned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Any) -> Any:
+    """The op's outputs: for an output that aliases a written argument, that argument; else the engine's value."""
+    names = [a.name for a in func._schema.arguments]
+    out: list[Any] = []
+    for index, name in enumerate(_returns(func)):
+        if name is None:
+            out.append(_value(func, args, values, index))
+        else:
+            at = names.index(name)
+            out.append(args[at] if at < len(args) else kwargs.get(name))
+    if not out:
+        return None
+    return out[0] if len(out) == 1 else tuple(out)
+
+
+def _value(func: Any, args: tuple[Any, ...], values: Any, index: int) -> Any:
+    """The engine's value for one output; the first tensor argument if the engine has none."""
+    schema = func._schema.returns
+    is_single = len(schema) == 1 and not (
+        isinstance(values, list) and str(schema[0].type) == "Tensor"
+    )
+    value = values if is_single or values is None else values[index]
+    return next(tensors_in(args)) if value is None else value

@@ -34,7 +34,7 @@ from functionalize.state.arguments import flatten_result, hidden, leaf_names
 from functionalize.util.structure import flatten, unflatten
 from functionalize.util.tensor_wrappers import plain_tensors_by_path
 from functionalize.util.user_stack import line_of, line_of_traceback
-from functionalize.walk.discovery import tensor_names
+from functionalize.walk.walker import tensor_names
 
 
 def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:

@@ -6,7 +6,7 @@
     torch.cuda.manual_seed(3)   functionalize.manual_seed(3, device('cuda:0'))     `cuda`: all of them
 
 Python code sets a generator by calls that do not dispatch. While a recorder is active, these calls are patched to run
-the ops above (see `recorder/rng_patches.py`), so that a state saved in forward and restored for its recomputation is a
+the ops above (see `recorder/patches.py`), so that a state saved in forward and restored for its recomputation is a
 value of the program, and a seed is set again at every replay.
 
 Invariant: these ops have the tag of random ops, so that a pass that keeps the order of random ops keeps theirs.

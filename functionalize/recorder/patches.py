@@ -4,10 +4,11 @@
     torch.Tensor.numpy, .tolist,     Python reads numbers without an op: as a list, as text, by pickling
     .__repr__, .__reduce_ex__, ...
     torch.Tensor.item, fused optimizers   return and accept live numbers, see scalar_patches.py
-    torch.get_rng_state, ...         set and read generators: recorded as ops, see rng_patches.py
+    torch.get_rng_state, ...         set and read generators: each calls an op of this package, which is recorded
     torch.linalg.svdvals, ...        compute no vectors, as in eager, see eager_formulas.py
-    torch.distributed.ProcessGroup   reduces with a factor that the dispatcher does not pass, see reduction_patches.py
-    torch.cond, while_loop, ...      run as in eager and are refused, see higher_order.py
+    torch.distributed.ProcessGroup   reduces with a factor that the dispatcher does not pass
+    torch.cond, while_loop, ...      run as in eager and are refused, see Note [Higher-order ops]
+    torch.jit.trace                  is refused likewise: its graph would contain what a recorder asks of tensors
     builtins.print, logging, ...     effects, which a replay does not repeat: see effects.py
     torch._dynamo's frame hook       code under torch.compile runs uncompiled: compiled code calls kernels without
                                      the dispatcher, and Dynamo would trace the recorder
@@ -22,40 +23,67 @@
 
 A replacement calls the original unless the current thread's stack of dispatch modes has a watcher: a mode with a method
 `resize_storage`. Captures that run at the same time share the replacements; the last one removes them.
+
+Refusals: `torch.seed()`, which a replay cannot repeat, and `initial_seed()`, which returns a number to Python that no
+guard checks (`Checks.check_generators` detects generators set by other means: `torch.default_generator.set_state`);
+every higher-order op that runs while a step is recorded, but for custom Functions inside of `torch.func`: eager never
+compiles them, and the ops inside are recorded.
+
+Note [Higher-order ops]
+    torch.cond(x.sum() > 0, f, g, (x,))     refused by name; the call that is recorded runs as eager does
+    torch.cond(True, f, g, (x,))            calls `f`: no higher-order op, captured like all else
+
+Eager compiles a higher-order op by Dynamo, which makes tensors in closures (the parameters of modules) operands of the
+op, with gradients of zeros where the branch that was not taken uses them. A recorder runs compiled code uncompiled, and
+would lose these gradients. Therefore the op is compiled as in eager, and no mode of a recorder sees what is inside.
+Of flex attention no program is made, although it runs by ops where it is not compiled: users compile it, and the kernel
+that Inductor generates rounds and allocates otherwise. On CPUs it has no backward.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from functionalize._compat import compilers
-from functionalize._compat.autograd import engine_entry, function_entry, saved_hooks_entry
+from functionalize._compat.autograd import (
+    backward_position,
+    custom_function_call,
+    engine_entry,
+    function_entry,
+    saved_hooks_entry,
+)
 from functionalize._compat.dispatch import (
+    HigherOrderOperator,
     TorchDispatchMode,
     current_modes,
+    disable_current_modes,
     kernel_settings,
     no_python_dispatch,
 )
 from functionalize._compat.distributed import EXCHANGES_OF_OBJECTS, object_functions, work_class
 from functionalize._compat.fsdp import FSDP_LABEL
 from functionalize._compat.modules import OPTIMIZER_LABEL
-from functionalize.recorder import eager_formulas, effects, higher_order, reduction_patches
-from functionalize.recorder import rng_patches as generators
+from functionalize.ir.generators import GET_STATE, SEED, SET_STATE
+from functionalize.recorder import eager_formulas, effects
 from functionalize.recorder.checks import Checks
 from functionalize.recorder.eager_formulas import EagerFormulas, note_autocast
 from functionalize.scalars import scalar_patches as number_patches
 from functionalize.scalars.scalar_arguments import ScalarArguments
 from functionalize.tape.notes import TapeNotes
+from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.patching import Patch, Patches
+from functionalize.util.process_groups import PremulSum
 
 # How Python reads a tensor without an op, and what to do instead.
 _READS = {
@@ -384,15 +412,236 @@ def _watched_setting(original: Any, text: str, value: Any) -> Any:
     return setting
 
 
+# -- random generators -----------------------------------------------------------------------------
+
+_Function = Callable[..., Any]
+_CPU = torch.device("cpu")
+
+
+def _generator_patches() -> Iterator[Patch]:
+    # It replaces `torch.manual_seed` for good when it is imported, which a step may do.
+    with only_young_collections():  # a third of the time of the import
+        compilers.load_dynamo()
+    for modules, replaced in (
+        ((torch, torch.random), _OF_EVERY_DEVICE),
+        ((torch.cuda, torch.cuda.random), _OF_CUDA),
+    ):
+        for name, replacement in replaced.items():
+            original = getattr(modules[0], name)
+            new = _while_recording(original, replacement, modules[0].__name__)
+            for module in modules:
+                yield module, name, new
+
+
+def _while_recording(original: _Function, replacement: _Function | None, module: str) -> _Function:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        active = _recorders()
+        if active and replacement is not None:
+            return replacement(original, *args, **kwargs)
+        for recorder in active:
+            if recorder.checks is not None:
+                what = f"{module}.{original.__name__}() is called inside the step"
+                recorder.checks.note_changes_each_time(what)
+        return original(*args, **kwargs)
+
+    function.__name__, function.__doc__ = original.__name__, original.__doc__
+    return function
+
+
+# Of every device.
+
+
+def _get_rng_state(original: _Function) -> Tensor:
+    state: Tensor = GET_STATE(_CPU)
+    return state
+
+
+def _set_rng_state(original: _Function, new_state: Tensor) -> None:
+    SET_STATE(new_state, _CPU)
+
+
+def _manual_seed(original: _Function, seed: Any) -> torch.Generator:
+    number = _as_int64(seed)
+    if number is None:
+        original(seed)  # raises
+    SEED(number)
+    return torch.default_generator
+
+
+def _as_int64(seed: Any) -> int | None:
+    """The signed 64-bit number with the same bits as a seed; None if the seed needs more, which eager refuses."""
+    number = int(seed)
+    if not -(2**63) <= number < 2**64:
+        return None
+    return number - 2**64 if number >= 2**63 else number
+
+
+_OF_EVERY_DEVICE: dict[str, _Function | None] = {
+    "get_rng_state": _get_rng_state,
+    "set_rng_state": _set_rng_state,
+    "manual_seed": _manual_seed,
+    "seed": None,
+    "initial_seed": None,
+}
+
+
+# Of CUDA: before it is initialized there is no generator, and eager defers the call.
+
+
+def _get_cuda_rng_state(original: _Function, device: Any = "cuda") -> Tensor:
+    torch.cuda.init()
+    state: Tensor = GET_STATE(_cuda(device))
+    return state
+
+
+def _set_cuda_rng_state(original: _Function, new_state: Tensor, device: Any = "cuda") -> None:
+    if torch.cuda.is_initialized():
+        SET_STATE(new_state, _cuda(device))
+    else:
+        original(new_state, device)
+
+
+def _manual_seed_cuda(original: _Function, seed: Any) -> None:
+    _seed_cuda(original, seed, lambda: _cuda("cuda"))
+
+
+def _manual_seed_all_cuda(original: _Function, seed: Any) -> None:
+    _seed_cuda(original, seed, lambda: torch.device("cuda"))
+
+
+def _seed_cuda(original: _Function, seed: Any, which: Callable[[], torch.device]) -> None:
+    number = _as_int64(seed)
+    if number is None or not torch.cuda.is_initialized():
+        original(seed)
+    else:
+        SEED(number, which())
+
+
+def _cuda(device: Any) -> torch.device:
+    """The device that eager uses: the current one if `device` has no index."""
+    index = device if isinstance(device, int) else torch.device(device).index
+    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
+
+
+_OF_CUDA: dict[str, _Function | None] = {
+    "get_rng_state": _get_cuda_rng_state,
+    "set_rng_state": _set_cuda_rng_state,
+    "manual_seed": _manual_seed_cuda,
+    "manual_seed_all": _manual_seed_all_cuda,
+    "seed": None,
+    "seed_all": None,
+    "initial_seed": None,
+}
+
+
+# -- the factor of PREMUL_SUM ----------------------------------------------------------------------
+
+# Which of the two that scatter `dist.reduce_scatter_tensor` calls depends on the release of torch.
+_REDUCING = ("allreduce", "_reduce_scatter_base", "reduce_scatter_single")
+
+
+def _reduction_patches() -> Iterator[Patch]:
+    """The methods of process groups that reduce: a record has `PremulSum(0.5)` for the reduce op.
+
+    dist.reduce_scatter_tensor(out, x, PREMUL_SUM(0.5))
+        -> ProcessGroup.reduce_scatter_single(out, x, options)      the reduce op has its factor
+        -> c10d._reduce_scatter_base_(out, x, group, reduce_op, ..)  its kind only
+
+    Without the factor, as in a collective of several tensors, or where it is a tensor, the op is refused by its rule
+    (`util/process_groups.py`).
+    """
+    if dist.is_available():
+        for name in _REDUCING:
+            original = getattr(dist.ProcessGroup, name, None)
+            if original is not None:
+                yield dist.ProcessGroup, name, _with_factors(original)
+
+
+def _with_factors(original: Any) -> Any:
+    def reduce(self: Any, *args: Any, **kwargs: Any) -> Any:
+        factor = _factor(args[-1] if args else None)
+        if factor is None:
+            return original(self, *args, **kwargs)
+        recorders: list[Any] = [*_recorders()]
+        places = [(recorder, len(recorder.records)) for recorder in recorders]
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            for recorder, start in places:
+                for record in recorder.records[start:]:
+                    if getattr(record.target, "namespace", "") == "c10d":
+                        record.args = tuple(_with_factor(a, factor) for a in record.args)
+
+    reduce.__doc__ = original.__doc__
+    return reduce
+
+
+def _factor(options: Any) -> float | None:
+    op = getattr(options, "reduceOp", None)
+    if op is None or op != dist.ReduceOp.PREMUL_SUM:
+        return None
+    factor = op.__getstate__()[1]
+    return factor if isinstance(factor, float) else None
+
+
+def _with_factor(argument: Any, factor: float) -> Any:
+    is_op = isinstance(argument, torch.ScriptObject) and hasattr(argument, "op")
+    return PremulSum(factor) if is_op else argument
+
+
+# -- what torch itself traces ----------------------------------------------------------------------
+
+# Its class calls its base class with two more arguments, the tensors in closures, which Dynamo finds itself.
+_FLEX, _SEEN_BY_DYNAMO = "flex_attention", 7
+
+
+def _tracer_patches() -> Iterator[Patch]:
+    original = HigherOrderOperator.__call__
+
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if not _watchers() or self is custom_function_call:
+            return original(self, *args, **kwargs)
+        for each in recorded_checks():
+            each.refuse_here(
+                f"runs the higher-order op `{self._name}`, of which no program can be made"
+            )
+        with disable_current_modes():
+            if backward_position() is not None:
+                return original(self, *args, **kwargs)
+            if self._name == _FLEX:
+                args = args[:_SEEN_BY_DYNAMO]
+            compiled = torch.compile(lambda *a, **k: self(*a, **k), backend="eager", fullgraph=True)
+            return compiled(*args, **kwargs)
+
+    yield HigherOrderOperator, "__call__", call
+    for owner, name in compilers.tracers_of_torchscript():
+        yield owner, name, _unseen(getattr(owner, name))
+
+
+def _unseen(original: Any) -> Any:
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        if not _watchers():
+            return original(*args, **kwargs)
+        for each in recorded_checks():
+            each.refuse_here("traces code for TorchScript, of which no program can be made")
+        with disable_current_modes():
+            return original(*args, **kwargs)
+
+    return trace
+
+
+# -- all of them -----------------------------------------------------------------------------------
+
+
 def _capture_patches() -> Iterator[Patch]:
     yield torch.UntypedStorage, "resize_", _watched_resize()
     for name in _READS:
         yield torch.Tensor, name, _watched_read(name)
-    yield from generators.patches(_recorders)
+    yield from _generator_patches()
     yield from number_patches.patches(_recorders)
     yield from eager_formulas.patches(lambda: bool(_watchers()), recorded_checks)
-    yield from reduction_patches.patches(_recorders)
-    yield from higher_order.patches(recorded_checks, lambda: bool(_watchers()))
+    yield from _reduction_patches()
+    yield from _tracer_patches()
     effects.watch_audit_events(_is_recording, recorded_checks)
     yield from effects.patches(recorded_checks, _checked_recorders)
     for owner, name, text, value in kernel_settings():

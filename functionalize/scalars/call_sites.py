@@ -9,34 +9,35 @@
     print(f"loss {loss:.3f}".upper())         None
     print(f"{a if b else c:.3f}")             None: more than one way leads to the call
 
+    callee_of(site, frame)                    for `Attribute(Global("log"), "info")`: the function `Logger.info`
+
 The bytecode of the calling function decides, in one run of instructions without a jump in or out (in two, for a text
-that is stored): nothing else sees the text there. Invariant: where an instruction is not known, the answer is None.
+that is stored): nothing else sees the text there. What the run has on its stack is followed as far as it puts texts
+together:
+
+    f"loss {loss:.3f}"                    Text(("loss ", offset))
+    [f"{a}", "b"]                         _BuiltItems((Text((offset,)), _CodeConstant("b")))
+    (f"{v:.3f}" for v in values)          _Comprehension(its code, offset of the call that makes it)
+    ", ".join(...) of the two             Text((offset, ", ", "b")), Text((offset of `join`,))
+
+An offset is that of the instruction that formats a value; -1 stands for an unknown text.
+Invariant: where an instruction is not known, or where code would have to run to find the function that is called, the
+answer is None.
 """
 
 from __future__ import annotations
 
 import bisect
 import dis
+import inspect
 import string
 import sys
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import CodeType, FrameType
-from typing import Any
-
-from functionalize.scalars.callees import Attribute, Global, Local, is_name, root
-from functionalize.scalars.text_parts import (
-    BUILDS,
-    CLOSURE,
-    EFFECTS,
-    BuiltItems,
-    CodeConstant,
-    Comprehension,
-    Text,
-    is_constant_text,
-    parts_of_join,
-)
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +146,9 @@ class _Run:
         return None
 
     def _has_target(self, value: Any) -> bool:
-        if type(value) is BuiltItems:
+        if type(value) is _BuiltItems:
             return any(map(self._has_target, value.values))
-        if type(value) is Comprehension:
+        if type(value) is _Comprehension:
             return value.at == self.target
         return type(value) is Text and self.target in value.parts
 
@@ -168,7 +169,7 @@ class _Run:
         if name == "LOAD_FAST" and step.offset == self.target:
             self._push(Text((step.offset,)))
         elif name == "LOAD_CONST":
-            self._push(CodeConstant(value))
+            self._push(_CodeConstant(value))
         elif name == "LOAD_GLOBAL":
             self._push(*([_NULL] if arg & 1 else []), Global(value))
         elif name in ("LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW"):
@@ -182,7 +183,7 @@ class _Run:
         elif name in ("LOAD_ATTR", "LOAD_METHOD"):
             (owner,) = self._pop()
             is_callee = name == "LOAD_METHOD" or (arg & 1 and _LOADS_METHODS)
-            is_known = is_name(owner) or is_constant_text(owner)
+            is_known = _is_name(owner) or _is_constant_text(owner)
             found = Attribute(owner, value) if is_known else _OTHER
             self._push(*([_NULL] if is_callee else []), found)
         elif name in ("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"):
@@ -195,19 +196,19 @@ class _Run:
             self.keywords = tuple(self.constants[arg])
         elif name == "CALL_KW":
             (names,) = self._pop()
-            if type(names) is not CodeConstant:
+            if type(names) is not _CodeConstant:
                 raise _NotKnown
             self.keywords = tuple(names.value)
             return self._call(step, arg)
         elif name == "CALL":
             return self._call(step, arg)
-        elif name in EFFECTS:
-            pops, pushes = EFFECTS[name]
+        elif name in _EFFECTS:
+            pops, pushes = _EFFECTS[name]
             self._pop(pops)
             self._push(*[_OTHER] * pushes)
         elif name in ("BUILD_LIST", "BUILD_TUPLE"):
-            self._push(BuiltItems(tuple(self._pop(arg))))
-        elif name == "MAKE_FUNCTION" and not arg & ~CLOSURE:
+            self._push(_BuiltItems(tuple(self._pop(arg))))
+        elif name == "MAKE_FUNCTION" and not arg & ~_CLOSURE:
             *_, code = self._pop(2 if arg else 1)
             self._push(code)
         elif name == "LOAD_CLOSURE":
@@ -216,8 +217,8 @@ class _Run:
             return CallSite(
                 step.offset, ELEMENT, (self._pop()[0],), {}, dict(self.conversions), self.formats
             )
-        elif name in BUILDS:
-            self._pop(arg * BUILDS[name] + (name == "BUILD_CONST_KEY_MAP"))
+        elif name in _BUILDS:
+            self._pop(arg * _BUILDS[name] + (name == "BUILD_CONST_KEY_MAP"))
             self._push(_OTHER)
         elif self.is_made:
             raise _NotKnown
@@ -238,17 +239,17 @@ class _Run:
 
     def _format(self, step: dis.Instruction, name: str, arg: int) -> None:
         has_spec = name == "FORMAT_WITH_SPEC" or (name == "FORMAT_VALUE" and bool(arg & 4))
-        spec = self._pop()[0] if has_spec else CodeConstant("")
+        spec = self._pop()[0] if has_spec else _CodeConstant("")
         (value,) = self._pop()
         if name == "CONVERT_VALUE":  # of Python 3.13: the next instruction formats the text
             self.conversions[step.offset] = ""
             self._push(Text((step.offset,)))
         elif type(value) is Text:  # a text that was converted
             (at,) = value.parts if len(value.parts) == 1 else (None,)
-            if at is None and spec == CodeConstant("") and name == "FORMAT_VALUE" and not arg & 2:
+            if at is None and spec == _CodeConstant("") and name == "FORMAT_VALUE" and not arg & 2:
                 self._push(value)
                 return
-            if not isinstance(at, int) or type(spec) is not CodeConstant:
+            if not isinstance(at, int) or type(spec) is not _CodeConstant:
                 if self._has_target(value) or self._has_target(spec):
                     raise _NotKnown
                 self._push(Text((step.offset,)))
@@ -257,22 +258,22 @@ class _Run:
             self._push(value)
         else:
             if name == "FORMAT_VALUE" and arg & 3:
-                if type(spec) is not CodeConstant:
+                if type(spec) is not _CodeConstant:
                     if step.offset == self.target:
                         raise _NotKnown
-                    spec = CodeConstant("")
+                    spec = _CodeConstant("")
                 self.conversions[step.offset] = str(spec.value)
             self._push(Text((step.offset,)))
 
     def _operated(self, step: dis.Instruction, left: Any, right: Any) -> Any:
         """`"%.3f" % value`, and texts that are added."""
-        if step.argrepr == "%" and is_constant_text(left) and not self._has_target(right):
+        if step.argrepr == "%" and _is_constant_text(left) and not self._has_target(right):
             self.formats[step.offset] = left.value
             return Text((step.offset,))
         if step.offset == self.target:
             raise _NotKnown
         is_sum = step.argrepr == "+" and all(
-            type(e) is Text or is_constant_text(e) for e in (left, right)
+            type(e) is Text or _is_constant_text(e) for e in (left, right)
         )
         return self._joined([left, right]) if is_sum else _OTHER
 
@@ -280,12 +281,14 @@ class _Run:
         """What the call at `at` makes: a text by `str(value)` and `"{:.3f}".format(value)`."""
         if callee == Global("str") and len(values) == 1 and not names:
             return Text((at,))
-        if type(callee) is Attribute and callee.name == "format" and is_constant_text(callee.of):
+        if type(callee) is Attribute and callee.name == "format" and _is_constant_text(callee.of):
             fields = list(string.Formatter().parse(callee.of.value))
             if not any(conversion or "{" in (spec or "") for _, _, spec, conversion in fields):
                 return Text((-1, at, -1))
-        if callee == Attribute(getattr(callee, "of", None), "join") and is_constant_text(callee.of):
-            parts = parts_of_join(at, callee.of.value, values[0]) if len(values) == 1 else None
+        if callee == Attribute(getattr(callee, "of", None), "join") and _is_constant_text(
+            callee.of
+        ):
+            parts = _parts_of_join(at, callee.of.value, values[0]) if len(values) == 1 else None
             if parts is not None:
                 return Text(parts)
         if at == self.target:
@@ -314,7 +317,7 @@ class _Run:
         for value in values:
             if type(value) is Text:
                 parts += value.parts
-            elif type(value) is CodeConstant and type(value.value) is str:
+            elif type(value) is _CodeConstant and type(value.value) is str:
                 parts.append(value.value)
             else:
                 raise _NotKnown
@@ -325,8 +328,8 @@ class _Run:
         pair = self._pop(2)
         names, self.keywords = self.keywords, ()
         callees = [each for each in pair if each is not _NULL]
-        if not count and type(pair[0]) is CodeConstant and type(pair[0].value) is CodeType:
-            self._push(Comprehension(pair[0].value, step.offset))
+        if not count and type(pair[0]) is _CodeConstant and type(pair[0].value) is CodeType:
+            self._push(_Comprehension(pair[0].value, step.offset))
             return None
         is_text = all(type(each) is Text for each in values if self._has_target(each))
         if not is_text or not any(map(self._has_target, values)):
@@ -336,7 +339,7 @@ class _Run:
                 raise _NotKnown
             self._push(made)
             return None
-        if len(callees) != 1 or not is_name(callees[0]):
+        if len(callees) != 1 or not _is_name(callees[0]):
             raise _NotKnown
         texts = [each if type(each) is Text else None for each in values]
         split = len(texts) - len(names)
@@ -369,7 +372,7 @@ def _only_use(code: CodeType, store: dis.Instruction) -> int | None:
     if len(of_name) != 2 or len(loads) != 1 or is_argument or repeats or sees_all:
         return None
     site = site_at(code, loads[0])
-    base = root(site.callee) if site is not None else None
+    base = _root(site.callee) if site is not None else None
     is_fixed = type(base) is Global or (
         type(base) is Local
         and base.name in code.co_varnames
@@ -388,3 +391,132 @@ def drops_result(frame: FrameType) -> bool:
     steps = _instructions(frame.f_code)
     at = bisect.bisect_right(_offsets(frame.f_code), frame.f_lasti)
     return at < len(steps) and steps[at].opname == "POP_TOP"
+
+
+# -- what is on the stack of a function that puts a text together ----------------------------------
+
+
+class Text(NamedTuple):
+    """A text put together: constants, and the offsets of the instructions that format values; -1: an unknown text."""
+
+    parts: tuple[str | int, ...]
+
+
+class _CodeConstant(NamedTuple):
+    """A constant of the code."""
+
+    value: Any
+
+
+class _BuiltItems(NamedTuple):
+    """A list or tuple that is put together."""
+
+    values: tuple[Any, ...]
+
+
+class _Comprehension(NamedTuple):
+    """A generator expression, or the list of a list comprehension. at: the offset of the call that makes it."""
+
+    code: CodeType
+    at: int
+
+
+def _is_constant_text(value: Any) -> bool:
+    """Whether this is a constant text."""
+    return type(value) is _CodeConstant and type(value.value) is str
+
+
+def _parts_of_join(at: int, separator: str, joined: Any) -> tuple[str | int, ...] | None:
+    """The parts of the text that `separator.join(joined)` makes at `at`; None if it is not known what is joined.
+
+    The elements of a comprehension have one offset: of the call during which its code runs.
+    """
+    if type(joined) is _Comprehension:
+        is_generator = bool(joined.code.co_flags & inspect.CO_GENERATOR)
+        return (at if is_generator else joined.at,)
+    if type(joined) is not _BuiltItems:
+        return None
+    found: list[str | int] = []
+    for value in joined.values:
+        found += [separator] if found else []
+        constant = value.value if _is_constant_text(value) else -1
+        found += value.parts if type(value) is Text else [constant]
+    return tuple(found)
+
+
+# What other instructions take from the stack and put on it.
+_EFFECTS = {
+    "GET_ITER": (1, 1),
+    "BINARY_SUBSCR": (2, 1), "COMPARE_OP": (2, 1), "CONTAINS_OP": (2, 1),
+    "IS_OP": (2, 1), "UNARY_NEGATIVE": (1, 1), "UNARY_NOT": (1, 1), "UNARY_INVERT": (1, 1),
+    "TO_BOOL": (1, 1), "BINARY_SLICE": (3, 1), "STORE_FAST": (1, 0), "STORE_DEREF": (1, 0),
+    "STORE_GLOBAL": (1, 0), "POP_TOP": (1, 0), "STORE_ATTR": (2, 0), "STORE_SUBSCR": (3, 0),
+}  # fmt: skip
+_BUILDS = {"BUILD_SET": 1, "BUILD_SLICE": 1, "BUILD_MAP": 2, "BUILD_CONST_KEY_MAP": 1}
+_CLOSURE = 8  # of `MAKE_FUNCTION`: a tuple of cells lies below the code
+
+
+# -- the function that is called -------------------------------------------------------------------
+
+
+class Global(NamedTuple):
+    """A global or built-in name."""
+
+    name: str
+
+
+class Local(NamedTuple):
+    """A local variable, or one of a closure."""
+
+    name: str
+
+
+class Attribute(NamedTuple):
+    """An attribute of another callee."""
+
+    of: Any
+    name: str
+
+
+def _root(name: Any) -> Any:
+    """What the first name of a chain of attributes stands for."""
+    while type(name) is Attribute:
+        name = name.of
+    return name
+
+
+def _is_name(value: Any) -> bool:
+    """Whether a value on the stack is known by a name."""
+    return type(_root(value)) in (Global, Local)
+
+
+def callee_of(site: CallSite, frame: FrameType) -> Any:
+    """The function that a `CallSite` calls in this frame, without running code; None if that takes code to find out."""
+    if _found(Global("str"), frame)[0] is not str:
+        return None
+    return _found(site.callee, frame)[0]
+
+
+def _found(name: Any, frame: FrameType) -> tuple[Any, bool]:
+    """(the object of that name, True); a method as its function."""
+    if type(name) is Global:
+        for names in (frame.f_globals, frame.f_builtins):
+            if name.name in names:
+                return names[name.name], True
+        return None, False
+    if type(name) is Local:
+        table = frame.f_locals
+        return table.get(name.name), name.name in table
+    owner, is_there = _found(name.of, frame)
+    if not is_there:
+        return None, False
+    if type(owner) is types.ModuleType:
+        return vars(owner).get(name.name), name.name in vars(owner)
+    try:
+        found = inspect.getattr_static(owner, name.name)
+    except AttributeError:
+        return None, False
+    if isinstance(found, (classmethod, staticmethod)):
+        found = found.__func__
+    is_plain = not hasattr(type(found), "__get__") or type(found) is types.FunctionType
+    return (found, True) if is_plain else (None, False)

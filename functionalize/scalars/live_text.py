@@ -25,10 +25,15 @@ from typing import Any
 from torch import Tensor
 
 from functionalize._compat.stacks import CapturedTraceback
-from functionalize.scalars.call_sites import ELEMENT, CallSite, instruction_at, site_at
-from functionalize.scalars.callees import callee_of
+from functionalize.scalars.call_sites import (
+    ELEMENT,
+    CallSite,
+    Text,
+    callee_of,
+    instruction_at,
+    site_at,
+)
 from functionalize.scalars.scalar_log import Number, ScalarLog, learned, learned_at
-from functionalize.scalars.text_parts import Text
 
 TAKES_TEXT = "__functionalize_takes_text__"
 _LOGGING = logging.info.__code__.co_filename

@@ -54,7 +54,6 @@ from functionalize.state.storage_places import Places
 from functionalize.util.number_uses import any_needs_exact
 from functionalize.util.tensor_wrappers import address_of
 from functionalize.walk.code_uses import only_appended, stored_constants
-from functionalize.walk.data_parts import CONTAINERS
 from functionalize.walk.fact_text import CARRIED, NUMBERS, Path, text_of
 from functionalize.walk.live_places import (
     LIVE_NUMBERS,
@@ -71,7 +70,7 @@ from functionalize.walk.live_places import (
     put,
     structure_of,
 )
-from functionalize.walk.parts import Held, MovedPlace
+from functionalize.walk.parts import CONTAINERS, Held, MovedPlace
 from functionalize.walk.unread import AttributeReads
 from functionalize.walk.walker import PythonState
 

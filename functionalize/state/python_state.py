@@ -6,7 +6,7 @@
     model.config.scale = 2.0                     `model.config.scale` is 2.0, was 1.0
     block.forward = other                        `model.block.forward` is there, was not
 
-A replay repeats the walk (`discovery.py`) and compares the facts. After a recorded step the same comparison shows what
+A replay repeats the walk (`walker.py`) and compares the facts. After a recorded step the same comparison shows what
 the step itself changed, which a replay would not; then also state that is read only by changing it: random generators,
 iterators, files.
 
@@ -31,8 +31,6 @@ from functionalize.util.reading import values_of
 from functionalize.util.text import with_article
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.code_uses import lines_of_changes, lines_of_uses
-from functionalize.walk.data_parts import process_generators
-from functionalize.walk.discovery import note_optimizer, walked, walked_again
 from functionalize.walk.fact_text import (
     Path,
     advice_on,
@@ -45,8 +43,9 @@ from functionalize.walk.fact_text import (
 from functionalize.walk.live_places import LIVE_NUMBERS, NO_PLACES, LivePlaces
 from functionalize.walk.probes import Probes
 from functionalize.walk.roots import Roots
+from functionalize.walk.surroundings import process_generators
 from functionalize.walk.unread import AttributeReads, is_of_library
-from functionalize.walk.walker import PythonState
+from functionalize.walk.walker import PythonState, note_optimizer, walked, walked_again
 
 _MOST_LINES = 3  # of the code that changes something, in a message
 

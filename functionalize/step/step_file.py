@@ -52,7 +52,7 @@ from functionalize.saving.step_codecs import NAMED_EFFECTS, Gone, forms
 from functionalize.state.hyperparameters import Key
 from functionalize.step.cache import CachedProgram, ProgramCache
 from functionalize.step.vote import RankVote
-from functionalize.walk.discovery import walked
+from functionalize.walk.walker import walked
 
 log = logging.getLogger("functionalize")
 _RUNNERS: Mapping[str, Runner] = {persist.runner_name(each): each for each in RUNNERS.values()}

@@ -66,12 +66,11 @@ from functionalize.state.storage_places import (
 from functionalize.util.reading import is_a
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.walk.code_uses import is_only_stored
-from functionalize.walk.discovery import note_optimizer, walked, walked_again
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.parts import Held, MovedPlace
 from functionalize.walk.roots import Roots
 from functionalize.walk.unread import AttributeReads
-from functionalize.walk.walker import PythonState
+from functionalize.walk.walker import PythonState, note_optimizer, walked, walked_again
 
 
 class UnmadeError(Exception):

@@ -54,7 +54,7 @@ from functionalize.step_backward.boundary import RequestedGradients
 from functionalize.step_backward.pair import ForwardProgram
 from functionalize.step_backward.pair_builder import Half, PairBuilder, SavedValue
 from functionalize.util.tensor_wrappers import plain_tensors
-from functionalize.walk.discovery import walked
+from functionalize.walk.walker import walked
 
 
 @dataclass(frozen=True, slots=True)

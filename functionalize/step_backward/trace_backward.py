@@ -6,7 +6,9 @@
 
 The backward runs for real while it is recorded, and the graph is kept; then what it did to tensors is undone: their
 contents, their sizes, `.grad`, FSDP2's state in Python, the generators. All that autograd runs is in the program: hooks
-of tensors and nodes, backwards of custom Functions, recomputed forwards, FSDP2's collectives.
+of tensors and nodes, backwards of custom Functions, recomputed forwards, FSDP2's collectives. The program owns the
+values that it reads and that only the graph reads. Its call frees each after its last use, where the user has dropped
+the graph (`del loss`).
 
 Note [What runs once]
 Python runs at the trace, and not again: a hook that counts, prints or appends does so once, as in one backward of
@@ -14,10 +16,14 @@ eager. What it did to tensors is undone and done again by the program. If the tr
 `loss.backward()` runs this Python a second time.
 
 Invariant: after the trace, and after an exception, every tensor that was there has its contents, its storage, its
-version and its `.grad`. The graph can still be used, unless it was freed as wished (`retain_graph=False`).
-Refusals (`UncapturableError`): what no program repeats (ops without a rule, reads of tensors by `.numpy()`); a hook
-that keeps a gradient which becomes `.grad`; assignments to `.data` of a leaf; a backward inside of a recording, of
-another backward, of `vmap`, or in a fake world.
+version and its `.grad`. The graph can still be used, unless it was freed as wished (`retain_graph=False`). A call of
+the program changes nothing before its last guard has passed.
+Refusals of the trace (`UncapturableError`): what no program repeats (ops without a rule, reads of tensors by
+`.numpy()`); a hook that keeps a gradient which becomes `.grad`; assignments to `.data` of a leaf; a backward inside of
+a recording, of another backward, of `vmap`, or in a fake world.
+Refusals of the call (`GuardError`): a second call; a tensor that was written since the trace; a gradient that is there
+now and was not, or the other way round; a gradient that was written, if a hook kept a tensor of the trace, such as a
+state of an optimizer; another state of FSDP2.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
@@ -46,24 +53,26 @@ from functionalize._compat.dispatch import (
 )
 from functionalize._compat.fakes import FakeTensor
 from functionalize._compat.fsdp import fsdp_modules
-from functionalize.errors import UncapturableError, UnsupportedTensorError
+from functionalize.errors import GuardError, UncapturableError, UnsupportedTensorError
 from functionalize.fsdp.objects import fsdp_params
 from functionalize.fsdp.python_state import FSDPEffects, FSDPState, FSDPStateGuard
 from functionalize.fsdp.releases import warn_if_untested
 from functionalize.ir.generators import generator_states, set_generators
-from functionalize.ir.inputs import Argument, Call, Captured, chain_of
+from functionalize.ir.inputs import Argument, Call, Captured, InputSpec, chain_of
+from functionalize.ir.outputs import LeafItself
 from functionalize.ir.worlds import in_world
+from functionalize.program.program import Program
 from functionalize.recorder.builder import Builder, TensorInput
 from functionalize.recorder.op_kinds import storage_of
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import External, StorageInfo
+from functionalize.state.alias_guard import SharedGuard
 from functionalize.state.arguments import flatten_result
 from functionalize.state.module_calls import ModuleCalls
-from functionalize.state.sources import Gradient
+from functionalize.state.sources import Gradient, Slot, leave
 from functionalize.state.step_guards import SlotGuard, check_writable
 from functionalize.step.recording import StepRecording, refusals
 from functionalize.step.step_state import EntryState, ExitState
-from functionalize.step_backward.traced_backward import GraphValues, TracedBackward
 from functionalize.step_backward.undo import UndoingRecorder
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.structure import flatten
@@ -75,6 +84,8 @@ from functionalize.util.tensor_wrappers import (
 )
 
 Ends = Tensor | GradientEdge
+_TWICE = "runs a traced backward a second time, whose values were freed by the first: call `trace_backward` again"
+_ADVICE = ". Nothing was changed: call `trace_backward` again"
 
 
 def trace_backward(
@@ -258,7 +269,7 @@ class _UndoneRun:
         present = SlotGuard(*zip(*guarded, strict=True)) if guarded else SlotGuard((), (), ())
         program.facts = (FSDPStateGuard(entry.fsdp), present)
         fields = {f.name: getattr(program, f.name) for f in dataclasses.fields(program) if f.init}
-        values = GraphValues(recording.values, len(entry.leaves))
+        values = _GraphValues(recording.values, len(entry.leaves))
         values.drop_unused(program, slots)
         born = {info.serial for info in self.born()}
         returned = _several(result) if result is not None else []
@@ -310,3 +321,106 @@ def _with_gradients() -> Iterator[Tensor]:
             strided = each.layout is torch.strided and not (each.is_quantized or each.is_nested)
             if strided and (is_plain(each) or is_traceable_wrapper_subclass(each)):
                 yield each
+
+
+# -- the program -----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _GraphValues:
+    """The values that a program reads, until it runs; all copies of the program share them.
+
+    leaves: tangents, leaves of autograd, saved tensors. kept: how many of them, the first ones, are not freed.
+    versions: how often each tensor had been written after the trace.
+    gradients: name, source, tensor and version of each gradient that must not be written either.
+    """
+
+    leaves: list[Any]
+    kept: int
+    versions: list[int] = field(default_factory=list)
+    gradients: list[tuple[str, Any, Any, int]] = field(default_factory=list)
+
+    def drop_unused(self, program: Program, slots: Sequence[Slot]) -> None:
+        """Drop the values that neither the program, nor its guards, nor its slots refer to."""
+        sources = [*(each.source for each in program.inputs), *slots]
+        shared = (guard.places for guard in program.guards if isinstance(guard, SharedGuard))
+        sources += [source for places in shared for _, source, *_ in places]
+        chains = (source for each in sources for source in chain_of(each))
+        used = {source.leaf for source in chains if isinstance(source, Argument)}
+        used |= {role.leaf for role in program.outputs if isinstance(role, LeafItself)}
+        self.leaves = [leaf if i in used else None for i, leaf in enumerate(self.leaves)]
+
+    def seal(
+        self, inputs: Sequence[InputSpec], tensors: Sequence[Any], with_gradients: bool
+    ) -> None:
+        """The trace is done: values must not be written from now on. with_gradients: nor gradients.
+
+        tensors: what the sources of the inputs have resolved to.
+        """
+        self.versions = [_version_of(leaf) for leaf in self.leaves]
+        self.gradients = [
+            (spec.name, spec.source, tensor, _version_of(tensor))
+            for spec, tensor in zip(inputs, tensors, strict=True)
+            if with_gradients and not isinstance(spec.source, Argument)
+        ]
+
+    def written(self, inputs: Sequence[InputSpec]) -> str | None:
+        """Which value was written since the trace, in words; None: there is none."""
+        for spec in inputs:
+            at = spec.source.leaf if isinstance(spec.source, Argument) else None
+            if at is not None and _version_of(self.leaves[at]) != self.versions[at]:
+                return f"`{spec.name}` was written since the trace"
+        call = Call(self.leaves, [])
+        for name, source, tensor, version in self.gradients:
+            if source.resolve(call) is not tensor or _version_of(tensor) != version:
+                return f"`{name}` was written since the trace, in which a hook kept a tensor that may depend on it"
+        return None
+
+
+def _version_of(leaf: Any) -> int:
+    counted = isinstance(leaf, Tensor) and not leaf.is_inference()
+    return leaf._version if counted else 0
+
+
+@dataclass(eq=False, repr=False)
+class TracedBackward(Program):
+    """The backward of one graph that eager has built, as a program that runs once.
+
+        program()                 what `loss.backward()` does, without autograd: gradients in their places, bit for bit
+        program.inputs            tangents, leaves, saved tensors; also FSDP2's parameters and gradients
+        passes.run(program, ...)  a rewritten copy; one of the two runs
+
+    slots: the gradients that a call assigns. effects: on FSDP2's state.
+    """
+
+    slots: Sequence[Slot] = ()
+    effects: FSDPEffects = field(default_factory=FSDPEffects)
+    values: _GraphValues = field(default_factory=lambda: _GraphValues([], 0))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the backward: None, or the gradients of `inputs`. Without arguments, and once.
+
+        Raises `GuardError`, with nothing changed, if a tensor or the state was changed since the trace.
+        """
+        if args or kwargs:
+            raise TypeError(
+                "a traced backward is called without arguments: it has those of the graph"
+            )
+        values, leaves = self.values, list(self.values.leaves)
+        if not leaves:
+            raise GuardError(_TWICE)
+        call = self.resolve_slowly(leaves)
+        if isinstance(call, str):
+            raise GuardError(call + _ADVICE)
+        written = values.written(self.inputs)
+        if written is not None:
+            raise GuardError(written + _ADVICE)
+        call.freed = self.read_by_graph_only()
+        returned = {role.leaf for role in self.outputs if isinstance(role, LeafItself)}
+        for i in range(values.kept, len(leaves)):
+            if i not in returned:
+                leaves[i] = None
+        values.leaves, values.versions, values.gradients = [], [], []
+        result, gradients = self.replay(call)
+        leave(call, self.slots, gradients, self.effects)
+        return result

@@ -11,7 +11,7 @@ torch's functional collectives name a reduction by a string, which has no factor
 namespace: what holds for every collective holds for them. The reduction is kept as it is, with a factor of 1.0, too.
 NCCL's kernel may round a product and a sum once, which two ops would not; and NCCL chooses its algorithm by the
 reduction, which must be the same on ranks that replay and on ranks that record. The dispatcher does not pass the
-factor: see `recorder/reduction_patches.py`. Refused are a factor that is a tensor, and several tensors at once.
+factor: see `recorder/patches.py`. Refused are a factor that is a tensor, and several tensors at once.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def change_text(path: Path, new: Any, old: Any) -> str:
 
 
 def _is_array(fact: Any) -> bool:
-    """Whether a fact is the contents of an array of numpy, or of Python: see `data_parts.py`."""
+    """Whether a fact is the contents of an array of numpy, or of Python: see `parts.py`."""
     return (
         isinstance(fact, tuple)
         and bool(fact)

@@ -32,10 +32,8 @@ from functionalize.util.reading import is_a, table_of, values_of
 from functionalize.util.structure import attributes_of
 from functionalize.util.tensor_wrappers import address_of
 from functionalize.util.text import with_article
-from functionalize.walk.data_parts import CONTAINERS
 from functionalize.walk.fact_text import NUMBERS, PLAIN
-from functionalize.walk.object_parts import is_read_by_content
-from functionalize.walk.parts import Held, Visit, is_native
+from functionalize.walk.parts import CONTAINERS, Held, Visit, is_native, is_read_by_content
 from functionalize.walk.unread import is_observable
 
 LIVE_NUMBERS = frozenset({int, float})  # not bool, and no subclass

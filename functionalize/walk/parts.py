@@ -1,34 +1,74 @@
-"""The parts of an object, as `parts_of` returns them, the places by which a replay finds parts again, and attributes.
+"""What an object of Python consists of, for the walk over the state of a step: a fact, and the objects that it holds.
 
-    users(config, names)          the attributes that code of the step names
-    library(collection, names)    every attribute; of an object of C code what pickling would write
-    of_torch(policy, names)       as above for what scripts use as state, else the numbers that code names
+    parts_of([1, x], names)         Parts((list, 2), [Part(0, 1), Part(1, x)]); the place of `x` is `Held(the list, 1)`
+    parts_of(numpy.ones(3), names)  Parts((ndarray, "float64", (3,), bytes))
+    parts_of(random, names)         its state; `is_moved`: code that draws from it changes it
+    parts_of(config, names)         of an object of the user, the attributes that code of the step names
+    parts_of(collection, names)     of an object of a library, every attribute; of C code, what pickling would write
+    parts_of(connection, names)     `is_opaque`: it has state that cannot be read
 
-Of torch's own objects, those of `_STATE_OF_TORCH` are state of a script. Of all others, streams, meshes and the like,
-count the type, the numbers that code names, which process group it is, and which member of an enumeration.
-Invariant: no method of the user is called, and nothing is changed.
+A replay finds a part again by its place. Of torch's own objects, those of `_STATE_OF_TORCH` are state of a script: data
+loaders, samplers, schedulers, autocast. Of all others, streams, meshes and the like, count the type, the numbers that
+code names, which process group it is, and which member of an enumeration. Locks and loggers have no state that
+determines the ops of a step.
+
+Invariant: two objects with equal facts, whose parts have equal facts, cause the same ops. Nothing is changed, and no
+method of the user is called: containers are read by the methods of their base class.
+
+Note [Bound methods]
+    trainer.forward_backward      def forward_backward(self, batch): return self.loss_fn(self.model(batch))
+    parts_of(...)                 the code, `self.loss_fn` and `self.model`; not `self.step`, which the Trainer counts
+
+Of an object of a library, only the attributes that the method reads or writes are parts of the method. They are read
+from the bytecode: every use of `self` is followed by the name of an attribute. What the methods and properties among
+them use counts, too. What is not understood is the whole object: `self` that is passed on, stored or seen by a nested
+function, `super()`, names found by data, class methods, other descriptors, objects of the user, modules, optimizers.
 """
 
 from __future__ import annotations
 
+import abc
+import argparse
+import array as arrays
+import contextvars
+import ctypes
 import dis
+import enum
+import functools
+import gc
 import inspect
+import io
 import itertools
 import logging
+import mmap
+import numbers
+import operator
+import os
+import pathlib
+import queue
+import random
+import re
+import sys
+import threading
 import types
-from collections.abc import Container, Iterator, Mapping
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from functionalize._compat.dispatch import is_traceable_wrapper_subclass
 from functionalize._compat.distributed import is_dtensor_class
+from functionalize.calls.progress import LOG_CLASSES
 from functionalize.cost.categories import Category
 from functionalize.ir.inputs import Call
 from functionalize.util.by_class import by_class
+from functionalize.util.code_objects import is_generated
 from functionalize.util.own_values import OWN_VALUES
 from functionalize.util.packages import is_standard, is_users
 from functionalize.util.process_groups import group_name, is_group
@@ -36,7 +76,17 @@ from functionalize.util.reading import is_a, item_of, table_of
 from functionalize.util.tensor_wrappers import is_no_wrapper
 from functionalize.util.text import with_article
 from functionalize.util.unchanged import Unchanged
-from functionalize.walk.code_names import OBJECTS, TEXT, NameFilter, names_of_methods
+from functionalize.walk.code_names import (
+    EQUALITY,
+    OBJECTS,
+    TEXT,
+    NameFilter,
+    codes_of,
+    globals_of,
+    imports_of,
+    names_of_methods,
+    reads_any_global,
+)
 from functionalize.walk.fact_text import PLAIN, Path
 
 SAME = object()  # the key of a part that has the path of its holder
@@ -188,7 +238,7 @@ def attribute(table: Mapping[str, Any], key: str, is_named: bool = True) -> Part
     return Part(key, item_of(table, key), key, Held(table, key), is_named)
 
 
-def pickled(value: Any) -> Parts:
+def _pickled(value: Any) -> Parts:
     """An object of C code, by what `__reduce_ex__` returns."""
     kind = type(value)
     try:
@@ -200,6 +250,579 @@ def pickled(value: Any) -> Parts:
     held = [Part(f"state {i}", each) for i, each in enumerate(reduced[1:3])]
     held += [Part("items", list(each)) for each in reduced[3:5] if each is not None]
     return Parts(kind, held, is_loose=True)
+
+
+# -- what finds the parts of an object -------------------------------------------------------------
+
+Look = Callable[[Any, NameFilter], Parts]
+_LOOKS: weakref.WeakKeyDictionary[type, Look] = weakref.WeakKeyDictionary()
+# A step uses objects of these classes by calls that a replay makes again: see calls/progress.py.
+_BAR, _WRITER = "tqdm.std.tqdm", "torch.utils.tensorboard.writer.SummaryWriter"
+
+
+def parts_of(value: Any, names: NameFilter) -> Parts:
+    """The parts of an object that is no plain value, tensor, module or optimizer."""
+    kind = type(value)
+    look = _LOOKS.get(kind)
+    if look is None:
+        look = _LOOKS[kind] = look_of(kind)
+    found = look(value, names)
+    found.is_moved = found.is_moved and not names.reads_state
+    return found
+
+
+def look_of(kind: type) -> Look:
+    """What finds the parts of objects of a class: their content, and the attributes that a script has given them."""
+    look = _content_of(kind)
+    if look in _WITH_ATTRIBUTES or not (kind.__dictoffset__ or slot_names(kind)):
+        return look
+    return lambda value, names: _add_own(value, names, look(value, names))
+
+
+def is_read_by_content(kind: type) -> bool:
+    """Whether the attributes in the `__dict__` of an object of a library are those that a script has assigned."""
+    return _content_of(kind) not in _WITH_ATTRIBUTES
+
+
+def _content_of(kind: type) -> Look:
+    """What finds the content of objects of a class."""
+    names = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
+    if _BAR in names or names[0] == _WRITER or names[0].endswith(LOG_CLASSES):
+        return _repeated
+    for kinds, look in _BY_TYPE:
+        if issubclass(kind, kinds):
+            return look
+    package = kind.__module__.partition(".")[0]
+    if package == "numpy" and hasattr(kind, "tobytes"):
+        return _plain(_array)
+    if package == "numpy" and any(base.__name__ == "dtype" for base in kind.__mro__):
+        return _identity
+    if kind.__module__.startswith("numpy.random"):
+        return _content(_numpy_generator)
+    if "_multiprocessing.SemLock" in names:
+        return _semaphore
+    if f"{kind.__module__}.{kind.__name__}" in _STATELESS:
+        return _callable_or_kind
+    if package in _OURS:
+        return _of_torch
+    if kind.__name__ == "cython_function_or_method":
+        return _builtin
+    if is_users(kind.__module__):
+        return users
+    return _iterator if issubclass(kind, Iterator) else library
+
+
+def _plain(look: Callable[[Any], Parts]) -> Look:
+    """Parts, and the attributes that a subclass adds."""
+
+    def parts(value: Any, names: NameFilter) -> Parts:
+        found = look(value)
+        if type(value).__module__ != "builtins":
+            found.held = [*found.held, *_own_attributes(value, names)]
+        return found
+
+    _WITH_ATTRIBUTES.add(parts)
+    return parts
+
+
+def _content(look: Callable[[Any], Parts]) -> Look:
+    return lambda value, names: look(value)
+
+
+# -- data: values, containers, arrays, buffers -----------------------------------------------------
+
+_MAX_SEPARATE_FACTS = 64  # a container of plain values with more elements is one fact
+_MAX_ELEMENTS = 100_000  # a container with more objects is opaque
+_MAX_BYTES = 1 << 26  # a larger array is opaque
+_ASKING_A_QUEUE = frozenset({"empty", "full", "queue", "unfinished_tasks"})
+_TAKING = frozenset({"get", "get_nowait"})
+_SHORT = 256  # bytes; of more, the hash is the fact
+# Types of which equal values are interchangeable: 1.0 == 1 and -0.0 == 0.0 are not.
+BY_EQUALITY = PLAIN - {bool, float, complex, torch.Size, range}
+CONTAINERS = (list, tuple, dict, set, frozenset, deque, types.MappingProxyType)
+_VALUES = (numbers.Number, slice, pathlib.PurePath, re.Pattern, bytes, str)
+_BUFFERS = (bytearray, memoryview, arrays.array, mmap.mmap)
+_C_DATA = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
+
+
+def _value(value: Any) -> Parts:
+    """A number, text, or another immutable value."""
+    kind = type(value)
+    if is_a(value, slice):
+        return Parts(kind, [Part(k, getattr(value, k)) for k in ("start", "stop", "step")])
+    if is_a(value, re.Pattern):
+        return Parts((kind, value.pattern, value.flags))
+    for base in (float, int, str, bytes, complex):
+        if is_a(value, base):  # a subclass may have another `__repr__`
+            return Parts((kind, base.__repr__(value)))
+    return Parts((kind, repr(value)))
+
+
+def _member(value: enum.Enum) -> Parts:
+    """A member of an enumeration, and what it stands for."""
+    return Parts((type(value), str(value._name_)), [Part("value", value._value_)])
+
+
+@dataclass(frozen=True, slots=True)
+class _SetOrder:
+    """The order in which code iterates over a set; a saved program has none, as texts have another elsewhere."""
+
+    elements: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        return "in another order"
+
+
+def _container(value: Any) -> Parts:
+    """A container: its type, its size, its keys, its elements."""
+    kind = type(value)
+    is_table = is_a(value, (dict, types.MappingProxyType))
+    elements = _elements(value)
+    size = len(elements)
+    if size > _MAX_SEPARATE_FACTS:
+        entries = _entries(value) if is_table else []
+        plain = [*elements, *entries]
+        if set(map(type, plain)) <= BY_EQUALITY:
+            is_set = is_a(value, (set, frozenset))
+            if is_set:
+                return Parts((kind, size, frozenset(elements), _SetOrder(tuple(elements))))
+            return Parts((kind, size, tuple(plain)))
+        if size > _MAX_ELEMENTS:
+            return Parts((kind, size), is_opaque=True)
+    if is_table:
+        held = [
+            Part(
+                _key_text(key, i),
+                content,
+                str(key) if type(key) in PLAIN else None,
+                Held(value, key),
+            )
+            for i, (key, content) in enumerate(zip(elements, _entries(value), strict=True))
+        ]
+        held += [Part(f"key {i}", key) for i, key in enumerate(elements) if type(key) is not str]
+        if is_a(value, defaultdict):
+            held.append(Part("default_factory", value.default_factory))
+        return Parts((kind, size, tuple(k if type(k) is str else type(k) for k in elements)), held)
+    if is_a(value, (list, tuple)):
+        return Parts(
+            (kind, size), [Part(i, v, f"+_{i}", Held(value, i)) for i, v in enumerate(elements)]
+        )
+    is_set = not is_a(value, deque)
+    order = (_SetOrder(tuple(e for e in elements if type(e) in PLAIN)),) if is_set else ()
+    ordered = sorted(elements, key=_order) if is_set else elements
+    held = [Part(i, v, f"+_{i}") for i, v in enumerate(ordered)]
+    return Parts((kind, size, *order), held, is_loose=True)
+
+
+def _elements(value: Any) -> list[Any]:
+    bases: tuple[Any, ...] = (list, tuple, OrderedDict, dict, set, frozenset, deque)
+    for base in bases:
+        if is_a(value, base):
+            return list(base.__iter__(value))
+    return list(value)
+
+
+def _entries(table: Any) -> list[Any]:
+    if is_a(table, OrderedDict):  # it has an order of its own
+        return list(OrderedDict.values(table))
+    return list(dict.values(table)) if is_a(table, dict) else list(table.values())
+
+
+def _key_text(key: Any, index: int) -> Any:
+    return key if type(key) in PLAIN else f"{type(key).__name__} {index}"
+
+
+def _order(value: Any) -> str:
+    return repr(value) if type(value) in PLAIN else type(value).__qualname__
+
+
+def _array(value: Any) -> Parts:
+    """An array or a number of numpy."""
+    fact = (type(value), str(value.dtype), value.shape)
+    if value.dtype.hasobject:
+        return Parts(fact, [Part("elements", value.tolist())], is_loose=True)
+    if value.nbytes > _MAX_BYTES:
+        return Parts(fact, is_opaque=True)
+    return Parts((*fact, _digest(value.tobytes())))
+
+
+def _buffer(value: Any) -> Parts:
+    """An object of bytes."""
+    view = memoryview(value)
+    return Parts((type(value), view.nbytes, _digest(view.tobytes())))
+
+
+def _c_data(value: Any) -> Parts:
+    """An object of ctypes: its bytes. What its pointers point to is not among them."""
+    return Parts((type(value), _digest(bytes(memoryview(value).cast("B")))))
+
+
+def _digest(data: bytes | str) -> Any:
+    return data if len(data) < _SHORT else (len(data), hash(data))
+
+
+# -- state that is read only by changing it --------------------------------------------------------
+
+
+def _random_generator(value: random.Random) -> Parts:
+    """A generator of Python's random numbers. One of the system has no state that can be read."""
+    if is_a(value, random.SystemRandom):
+        return Parts(type(value), is_opaque=True)
+    return Parts(type(value), [Part("state", random.Random.getstate(value))], is_moved=True)
+
+
+def _numpy_generator(value: Any) -> Parts:
+    """A generator of numpy's random numbers, or the source of its bits."""
+    bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", value)
+    state = getattr(bits, "state", None)
+    return Parts(type(value), [Part("state", state)], is_moved=True, is_opaque=state is None)
+
+
+def _suspended(value: types.GeneratorType[Any, Any, Any], names: NameFilter) -> Parts:
+    """A generator function's state: where it is suspended, and its variables. Its code reads what these lead to."""
+    frame = value.gi_frame
+    if frame is None:
+        return Parts((type(value), None), is_moved=True)
+    held = [Part(k, v, k) for k, v in list(frame.f_locals.items())]
+    parts = Parts((type(value), frame.f_lasti), held, is_loose=True, is_moved=True)
+    if is_users(frame.f_globals.get("__name__")):
+        names.add(frame.f_code)
+        used = [k for k in globals_of(frame.f_code) if k in frame.f_globals]
+        parts.still = [part for part in held if not _is_of_loops(part.value)]
+        parts.still += [Part(k, frame.f_globals[k], k) for k in used]
+    return parts
+
+
+def _is_of_loops(value: Any) -> bool:
+    return type(value) in PLAIN or is_a(value, (Iterator, Tensor))
+
+
+def _file(value: Any) -> Parts:
+    """A file, by its position, and the file that it wraps; the standard streams have no position that matters.
+
+    Of the standard streams, see `recorder/effects.py`. A pair of files tells none of its two.
+    """
+    if value in (sys.stdout, sys.stderr):
+        return Parts(type(value))
+    try:
+        at = value.closed or value.tell()
+    except (OSError, ValueError, AttributeError):
+        at = None
+    contents = None
+    for base in (io.BytesIO, io.StringIO):
+        if is_a(value, base) and not value.closed:
+            contents = _digest(base.getvalue(value))
+    inner = [getattr(value, name) for name in ("buffer", "raw") if _wraps(value, name)]
+    return Parts(
+        (type(value), at, contents),
+        [Part("wrapped", each) for each in inner],
+        is_moved=True,
+        is_opaque=is_a(value, io.BufferedRWPair),
+    )
+
+
+def _wraps(value: Any, name: str) -> bool:
+    try:
+        return issubclass(type(getattr(value, name, None)), io.IOBase)
+    except ValueError:  # it is detached
+        return False
+
+
+def _waiting(value: Any, names: NameFilter) -> Parts:
+    """A queue: its elements, or their number. Asking for its size, or an empty one for more, does not move it."""
+    held = [] if is_a(value, queue.SimpleQueue) else [Part("queue", list(value.queue))]
+    if is_a(value, queue.Queue):
+        asked = ["unfinished_tasks"] if "unfinished_tasks" in names.names else []
+        held += [Part(name, getattr(value, name)) for name in ("maxsize", *asked)]
+    size = value.qsize()
+    is_moved = _ASKING_A_QUEUE.isdisjoint(names.names) and (
+        size > 0 or _TAKING.isdisjoint(names.names)
+    )
+    return Parts((type(value), size), held, is_loose=True, is_moved=is_moved)
+
+
+# -- functions and classes -------------------------------------------------------------------------
+
+_DESCRIPTORS = (
+    types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType,
+    types.GetSetDescriptorType, types.MemberDescriptorType, types.CodeType, types.GenericAlias,
+    types.UnionType,
+)  # fmt: skip
+_STATELESS = frozenset(
+    {"builtins.object", "builtins.NoneType"}
+    | {"builtins.ellipsis", "builtins.NotImplementedType", "numpy.ufunc", "typing.TypeVar"}
+    | {"numpy._ArrayFunctionDispatcher", "builtins.traceback", "builtins.frame", "_ctypes.CField"}
+    | {"builtins.instancemethod"}
+)  # fmt: skip
+_OURS = ("torch", "functionalize")
+_CONSTRUCTORS = frozenset({"__new__", "__init__", "__post_init__", "__init_subclass__"})
+_NO_STATE = frozenset(
+    {"__dict__", "__weakref__", "__doc__", "__module__", "__class__", "__slots__", "_abc_impl"}
+)
+# Methods that dataclasses generate, and what calls them.
+_GENERATED = {"__repr__": TEXT} | dict.fromkeys(
+    ("__eq__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__"), EQUALITY
+)
+
+_ASKING_A_LOCK = frozenset({"locked", "acquire", "acquire_lock"})
+_OF_LOGGERS = ("level", "propagate", "disabled", "handlers", "filters")
+_OF_DESCRIPTORS = ("__func__", "fget", "fset", "fdel", "func", "args", "keywords")
+_RECORDS = ("pybind11_", "PyCapsule")  # what a function of C++ is bound to
+
+
+def _function(fn: types.FunctionType, names: NameFilter) -> Parts:
+    code, users = fn.__code__, is_users(fn.__module__)
+    of_torch = (fn.__module__ or "").partition(".")[0] in _OURS
+    held: list[Part] = []
+    if users:
+        every = names.is_dynamic and reads_any_global(code)
+        wanted = (
+            [k for k in fn.__globals__ if not k.startswith("__")] if every else globals_of(code)
+        )
+        held += [attribute(fn.__globals__, name) for name in wanted if name in fn.__globals__]
+        held += [attribute(sys.modules, name) for name in _imported(fn)]
+    for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
+        try:
+            content = cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+        if not of_torch or type(content) in (types.FunctionType, types.BuiltinFunctionType):
+            held.append(Part(name, content, name, Held(cell, None)))
+    if not users:
+        names.add_function(fn)
+    if of_torch:
+        return Parts(code, held)
+    defaults = fn.__defaults__ or ()
+    optional = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    held += [Part(f"defaults.{k}", v, k) for k, v in zip(optional, defaults, strict=False)]
+    keywords = fn.__kwdefaults__ or {}
+    held += [Part(f"defaults.{k}", v, k, Held(keywords, k)) for k, v in keywords.items()]
+    table = vars(fn)
+    held += [attribute(table, k, k == "__wrapped__" or k in names) for k in list(table)]
+    return Parts(code, held)
+
+
+def _imported(fn: types.FunctionType) -> list[str]:
+    """The user's modules that code imports when it runs, as far as they are imported already."""
+    found: dict[str, None] = {}
+    for code in codes_of(fn.__code__):
+        for level, name in imports_of(code):
+            if name is None:  # it is data: a constant of the code, or any
+                constants = [c for c in code.co_consts if type(c) is str and c in sys.modules]
+                found.update(dict.fromkeys(constants or sys.modules))
+            elif level:
+                package = fn.__globals__.get("__package__") or ""
+                parents = package.split(".")[: package.count(".") + 2 - level]
+                found[".".join([*parents, name] if name else parents)] = None
+            else:
+                parts = name.split(".")
+                found.update((".".join(parts[:i]), None) for i in range(1, len(parts) + 1))
+    return [name for name in found if name in sys.modules and is_users(name)]
+
+
+def _builtin(function: Any, names: NameFilter) -> Parts:
+    names.add_function(function)
+    owner = getattr(function, "__self__", None)
+    kind = type(owner)
+    is_static = issubclass(kind, types.ModuleType) or kind.__name__.startswith(_RECORDS)
+    if owner is None or is_static:
+        return Parts(function)
+    return Parts(function.__name__, [Part("self", owner)])
+
+
+def _partial(partial: functools.partial[Any], names: NameFilter) -> Parts:
+    held = [Part("func", partial.func), Part("args", partial.args)]
+    return Parts("partial", [*held, Part("keywords", partial.keywords)])
+
+
+def _getter(getter: Any, names: NameFilter) -> Parts:
+    """`attrgetter("a.b")`, `methodcaller("f")`: its names are data."""
+    parts = _pickled(getter)
+    names.add_words(repr(getter))
+    return parts
+
+
+def _descriptor(value: Any, names: NameFilter) -> Parts:
+    inner = [getattr(value, a, None) for a in _OF_DESCRIPTORS]
+    return Parts(type(value), [Part(SAME, each) for each in inner if each is not None])
+
+
+def _class(kind: type, names: NameFilter) -> Parts:
+    held = class_parts(kind, names, constructed=True)
+    if is_users(type(kind).__module__):
+        held += class_parts(type(kind), names)
+    if isinstance(kind, abc.ABCMeta) and is_users(kind.__module__):
+        held.append(Part("registered", registered(kind)))
+    if "__subclasses__" in names.names and is_users(kind.__module__):
+        held.append(Part("subclasses", subclasses(kind)))
+    return Parts(kind, held)
+
+
+def subclasses(kind: type) -> tuple[type, ...]:
+    """The classes that inherit a class directly."""
+    return tuple(type.__subclasses__(kind))
+
+
+def _cached(value: Any, names: NameFilter) -> Parts:
+    """A function under `functools.cache`; of a function of the user, what it has cached."""
+    held = [Part("__wrapped__", value.__wrapped__), *_own_attributes(value, names)]
+    if not is_users(value.__module__):
+        return Parts("cached", held)
+    found = gc.get_referents(value)[1:]  # keys and results in their order, the table, the function
+    *entries, table = found[: [each is value.__wrapped__ for each in found].index(True)]
+    kinds = {type(each).__name__ for each in table.values()}
+    if kinds == {"_lru_list_elem"}:
+        entries = [each for each in entries if getattr(each, "__name__", "") not in kinds]
+        held += [Part(f"cached {i}", each) for i, each in enumerate(entries)]
+    else:
+        held.append(Part("cached", table))
+    return Parts("cached", held, is_loose=True)
+
+
+def registered(kind: abc.ABCMeta) -> tuple[Any, ...]:
+    """The classes that were registered as subclasses of an abstract class."""
+    found = [reference() for reference in abc._get_dump(kind)[0]]  # type: ignore[attr-defined]
+    return tuple(sorted((k for k in found if k is not None), key=lambda k: k.__qualname__))
+
+
+def class_parts(kind: type, names: NameFilter, constructed: bool = False) -> list[Part]:
+    """The attributes of a user's class that code may reach, along its MRO.
+
+    constructed: whether code of the step may make an instance. Special methods, and methods that override one of a
+    library's class, are called by others than the step.
+    """
+    own = [base for base in kind.__mro__ if is_users(base.__module__)]
+    inherited = (
+        {k for base in kind.__mro__ if base not in own for k in vars(base)} if own else set()
+    )
+    replaced = [
+        Part(key, value, key, Held(base, key))
+        for base in kind.__mro__
+        if is_patchable(base)
+        for key, value in list(vars(base).items())
+        if type(value) is types.FunctionType and is_users(value.__module__)
+    ]
+    return replaced + [
+        Part(key, value, key, Held(base, key))
+        for base in own
+        for key, value in list(vars(base).items())
+        if key not in _NO_STATE
+        and (
+            (key in names and key not in _CONSTRUCTORS)
+            or (constructed and key in _CONSTRUCTORS)
+            or _is_called_by_others(key, value, names, inherited)
+        )
+    ]
+
+
+def is_patchable(kind: type) -> bool:
+    """Whether methods that a script replaces in this class of a library are looked for."""
+    return issubclass(kind, (nn.Module, torch.optim.Optimizer)) and not is_users(kind.__module__)
+
+
+def _is_called_by_others(key: str, value: Any, names: NameFilter, inherited: set[str]) -> bool:
+    if key in _CONSTRUCTORS or not (callable(value) or hasattr(type(value), "__get__")):
+        return False
+    if not (key.startswith("__") and key.endswith("__")):
+        return key in inherited
+    code = value.__code__ if type(value) is types.FunctionType else None
+    return code is None or not is_generated(code) or _GENERATED.get(key, "") in names
+
+
+def _module(module: types.ModuleType, names: NameFilter) -> Parts:
+    table, package = vars(module), module.__name__.partition(".")[0]
+    if package == "functionalize":
+        return Parts(Is(module))
+    keys = names.of(table) if is_users(package) else [k for k in table if k in names.names]
+    keys = [k for k in keys if not k.startswith("__") and table[k] is not sys.modules]
+    if "__getattr__" in table and is_users(package):
+        keys.append("__getattr__")
+    return Parts(Is(module), [attribute(table, k) for k in keys])
+
+
+# -- bound methods ---------------------------------------------------------------------------------
+
+_OF_FRAMES = frozenset({"super", "locals", "vars", "dir", "eval", "exec", "f_locals", "_getframe"})
+_ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"})
+_BETWEEN = frozenset({"CACHE", "EXTENDED_ARG", "NOP"})
+_ALL_COUNTS = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor, type, types.ModuleType)
+WHOLE_METHOD = "method"  # the fact about a method all attributes of whose object count
+
+
+def _method(method: types.MethodType, names: NameFilter) -> Parts:
+    """The parts of a bound method, see Note [Bound methods]."""
+    function, owner = method.__func__, method.__self__
+    if not names.is_dynamic and type(function) is types.FunctionType and _is_of_library(owner):
+        held = _parts_by_self(function, owner)
+        if held is not None:
+            fact = ("method of", type(owner), tuple(part.key for part in held))
+            return Parts(fact, [Part(SAME, function), *held])
+    return Parts(WHOLE_METHOD, [Part(SAME, function), Part("self", owner)])
+
+
+def _is_of_library(owner: Any) -> bool:
+    kind = type(owner)
+    if issubclass(kind, _ALL_COUNTS) or kind.__module__.partition(".")[0] in _OURS:
+        return False
+    if any(is_users(base.__module__) for base in kind.__mro__):
+        return False
+    plain = type.__getattribute__(kind, "__getattribute__") is object.__getattribute__
+    return plain and isinstance(getattr(owner, "__dict__", None), dict)
+
+
+def _parts_by_self(function: types.FunctionType, owner: Any) -> list[Part] | None:
+    """A part for each attribute that the function, or a method or property that it uses, reads or writes."""
+    table, held = object.__getattribute__(owner, "__dict__"), dict[str, Part]()
+    todo, done = [function], {function}
+    while todo:
+        used = _attributes_of_self(todo.pop().__code__)
+        if used is None:
+            return None
+        for name in sorted(used - held.keys()):
+            of_class: Any = next(
+                (vars(k)[name] for k in type(owner).__mro__ if name in vars(k)), None
+            )
+            kind = type(of_class)
+            if kind is property:
+                inner = [of_class.fget, of_class.fset, of_class.fdel]
+            elif hasattr(kind, "__set__"):
+                return None
+            elif name in table:
+                held[name] = attribute(table, name)
+                continue
+            elif of_class is None and hasattr(type(owner), "__getattr__"):
+                return None
+            else:
+                inner = [of_class]
+            inner = [each for each in inner if each is not None]
+            if any(type(each) is not types.FunctionType for each in inner):
+                return None
+            held[name] = Part(name, of_class, name)
+            todo += [each for each in inner if each not in done]
+            done |= set(inner)
+    return list(held.values())
+
+
+@functools.lru_cache(maxsize=4096)
+def _attributes_of_self(code: types.CodeType) -> frozenset[str] | None:
+    """The attributes of its first parameter that a function uses; None: it may use the object in another way."""
+    if not code.co_argcount or not _OF_FRAMES.isdisjoint(code.co_names):
+        return None
+    self = code.co_varnames[0]
+    if self in code.co_cellvars:
+        return None
+    steps = [each for each in dis.get_instructions(code) if each.opname not in _BETWEEN]
+    found = set()
+    for step, then in zip(steps, [*steps[1:], None], strict=True):
+        if isinstance(step.argval, tuple) and self in step.argval:  # two variables at once
+            return None
+        if step.argval != self or step.opname == "LOAD_CONST" or step.opname in _ATTRIBUTE:
+            continue
+        loads = step.opname.startswith("LOAD_FAST")
+        if not loads or then is None or then.opname not in _ATTRIBUTE:
+            return None
+        found.add(str(then.argval))
+    return frozenset(found)
 
 
 # -- objects with attributes -----------------------------------------------------------------------
@@ -214,7 +837,7 @@ _OPAQUE = frozenset({"Store", "Future"})  # other threads and processes change w
 _BY_TEXT = frozenset({"finfo", "iinfo", "Tag", "qscheme", "ReduceOp", "Placement"})
 
 
-def own_attributes(value: Any, names: NameFilter) -> list[Part]:
+def _own_attributes(value: Any, names: NameFilter) -> list[Part]:
     """The attributes of an object, with those in slots: of an object of the user, those that code names."""
     kind, table = type(value), table_of(value) or {}
     every, observed = not is_users(kind.__module__), names.observed_of(table)
@@ -238,7 +861,7 @@ class OwnNames:
         return key in self._names and key not in self._content and key != OWN_VALUES
 
 
-def add_own(value: Any, names: NameFilter, found: Parts) -> Parts:
+def _add_own(value: Any, names: NameFilter, found: Parts) -> Parts:
     """Add to the content of an object what a script has given it: attributes, and slots of its subclass."""
     found.own_names = OwnNames(type(value), names)
     table = table_of(value) or {}
@@ -321,7 +944,7 @@ def _slots(value: Any, names: Container[Any], every: bool) -> Iterator[Part]:
 
 def users(value: Any, names: NameFilter) -> Parts:
     """An object of a class of the user."""
-    kind, held = type(value), own_attributes(value, names)
+    kind, held = type(value), _own_attributes(value, names)
     known = frozenset(part.key for part in held if part.is_named)
     return Parts(
         ("object", kind, known), held, is_opaque=is_native(kind), attributes=table_of(value)
@@ -331,7 +954,7 @@ def users(value: Any, names: NameFilter) -> Parts:
 def library(value: Any, names: NameFilter) -> Parts:
     """An object of a library: every attribute; without attributes, what pickling would write."""
     kind, table = type(value), table_of(value)
-    held = own_attributes(value, names)
+    held = _own_attributes(value, names)
     wrapped = _wrapped(value)
     if wrapped is not None and "__wrapped__" not in (table or {}):
         held.append(Part("__wrapped__", wrapped))
@@ -339,13 +962,13 @@ def library(value: Any, names: NameFilter) -> Parts:
         known = frozenset(part.key for part in held if part.is_named)
         return Parts(("object", kind, known), held, attributes=table)
     if is_standard(kind.__module__.partition(".")[0]):
-        return pickled(value)
+        return _pickled(value)
     return Parts(Is(value), is_opaque=True)
 
 
-def iterator(value: Any, names: NameFilter) -> Parts:
+def _iterator(value: Any, names: NameFilter) -> Parts:
     """An iterator: code reads it by changing it."""
-    parts = library(value, names) if table_of(value) is not None else pickled(value)
+    parts = library(value, names) if table_of(value) is not None else _pickled(value)
     parts.is_moved = True
     # `map(scaled, numbers)`: the function is not moved. An `iter(function, end)` may not be, either.
     inner = [part.value for part in parts.held if type(part.value) is tuple]
@@ -360,7 +983,7 @@ def _is_code(value: Any) -> bool:
     return callable(value) and not is_a(value, (type, types.BuiltinFunctionType))
 
 
-def callable_or_kind(value: Any, names: NameFilter) -> Parts:
+def _callable_or_kind(value: Any, names: NameFilter) -> Parts:
     """An object without state that ops depend on, other than which function it is."""
     return Parts(Is(value) if callable(value) else ("kind", type(value)))
 
@@ -380,7 +1003,7 @@ def is_native(kind: type) -> bool:
     return kind.__basicsize__ > object.__basicsize__ + 8 * words or kind.__itemsize__ > 0
 
 
-def namespace(value: Any, names: NameFilter) -> Parts:
+def _namespace(value: Any, names: NameFilter) -> Parts:
     """A namespace of a script. A comparison of two of them, and their text, read all attributes."""
     table, every = vars(value), not names.names.isdisjoint((OBJECTS, TEXT))
     held = [attribute(table, key, every or key in names) for key in list(table)]
@@ -391,7 +1014,7 @@ def namespace(value: Any, names: NameFilter) -> Parts:
 # -- torch's own -----------------------------------------------------------------------------------
 
 
-def of_torch(value: Any, names: NameFilter) -> Parts:
+def _of_torch(value: Any, names: NameFilter) -> Parts:
     """An object of torch, or of this package."""
     kind = type(value)
     if kind.__module__.startswith(_STATE_OF_TORCH) and not hasattr(kind, "__members__"):
@@ -415,12 +1038,12 @@ def of_torch(value: Any, names: NameFilter) -> Parts:
 
 
 def has_only_attributes(value: Any) -> bool:
-    """Whether `of_torch` finds in an object nothing but attributes in its `__dict__`."""
+    """Whether `_of_torch` finds in an object nothing but attributes in its `__dict__`."""
     kind: Any = type(value)
     is_plain = kind.__getattribute__ is object.__getattribute__ and not hasattr(kind, "__getattr__")
     if not is_plain or type(table_of(value)) is not dict:
         return False
-    return kind.__module__.startswith("torch.") and of_torch(value, NameFilter()) == Parts(
+    return kind.__module__.startswith("torch.") and _of_torch(value, NameFilter()) == Parts(
         ("kind", kind)
     )
 
@@ -455,7 +1078,7 @@ def inner_places(tensor: Any) -> Iterator[tuple[tuple[str, ...], Held, torch.Ten
             yield (name, *names), place, each
 
 
-def generator(value: torch.Generator, names: NameFilter) -> Parts:
+def _generator(value: torch.Generator, names: NameFilter) -> Parts:
     """A generator of torch's random numbers. A recording sees what a step does with the default ones itself."""
     if value is torch.default_generator or value in torch.cuda.default_generators:
         return Parts(("kind", type(value)))
@@ -463,14 +1086,14 @@ def generator(value: torch.Generator, names: NameFilter) -> Parts:
     return Parts(type(value), [Part("state", state)], is_moved=True)
 
 
-def scaler(value: GradScaler, names: NameFilter) -> Parts:
+def _scaler(value: GradScaler, names: NameFilter) -> Parts:
     """A gradient scaler. Its dict by optimizer is rebuilt in every step."""
     table = vars(value)
     kept = [k for k, v in table.items() if is_a(v, torch.Tensor) or type(v) in PLAIN]
     return Parts(("kind", type(value)), [Part(k, table[k], f"+{k}", Held(table, k)) for k in kept])
 
 
-def scheduler(value: LRScheduler, names: NameFilter) -> Parts:
+def _scheduler(value: LRScheduler, names: NameFilter) -> Parts:
     """A scheduler: this very one. What a step reads of it is noted while it is recorded: see calls/schedulers.py."""
     table = table_of(value) or {}
     held = [attribute(table, key, False) for key, each in table.items() if not _is_plain(each)]
@@ -481,3 +1104,126 @@ def _is_plain(value: Any) -> bool:
     return type(value) in PLAIN or (
         type(value) is list and all(type(each) in PLAIN for each in value)
     )
+
+
+# -- other objects ---------------------------------------------------------------------------------
+
+
+def _repeated(value: Any, names: NameFilter) -> Parts:
+    """An object of a library that a step uses by calls that a replay makes again."""
+    return Parts(Is(value))
+
+
+def _identity(value: Any, names: NameFilter) -> Parts:
+    return Parts(value)
+
+
+def _weak(value: Any, names: NameFilter) -> Parts:
+    return Parts("weak reference", [Part(SAME, value())])
+
+
+def _proxy(value: Any, names: NameFilter) -> Parts:
+    """What a weak proxy stands for. A dead one raises `ReferenceError`, in whichever way it is used."""
+    try:
+        table, kind = value.__dict__, value.__class__
+    except ReferenceError:
+        return Parts("dead weak proxy")
+    held = [attribute(table, key, key in names) for key in list(table)]
+    known = frozenset(part.key for part in held if part.is_named)
+    return Parts(("object", kind, known), [*held, *class_parts(kind, names)])
+
+
+def _finalizer(value: weakref.finalize[Any, Any], names: NameFilter) -> Parts:
+    """What a finaliser calls, which its class holds, and whether it has been called."""
+    fact = ("finalizer", value.alive, value.atexit)
+    _, function, args, keywords = value.peek() or (None, None, (), {})
+    held = [Part("func", function), Part("args", args), Part("kwargs", keywords)]
+    return Parts(fact, held, is_loose=True)
+
+
+def _variable(value: contextvars.ContextVar[Any], names: NameFilter) -> Parts:
+    return Parts(("kind", type(value)), [Part("value", value.get(None))])
+
+
+def _environ(value: Any, names: NameFilter) -> Parts:
+    return Parts(("kind", type(value)), [Part(SAME, dict(value))])
+
+
+def _logger(value: Any, names: NameFilter) -> Parts:
+    logger = value if is_a(value, logging.Logger) else value.logger
+    level = logger.getEffectiveLevel() if isinstance(logger, logging.Logger) else 0
+    fact = ("logger", getattr(logger, "name", ""), level, logging.root.manager.disable)
+    held = [] if logger is value else [Part("extra", value.extra)]
+    held += [Part(k, getattr(logger, k, None)) for k in _OF_LOGGERS if k in names.names]
+    if "hasHandlers" in names.names and isinstance(logger, logging.Logger):
+        held.append(Part("hasHandlers", logging.Logger.hasHandlers(logger)))
+    return Parts(fact, held)
+
+
+def _lock(value: Any, names: NameFilter) -> Parts:
+    is_asked = not _ASKING_A_LOCK.isdisjoint(names.names)
+    # A recursive lock says only in its text whether it is held.
+    return Parts((type(value), repr(value).startswith("<locked") if is_asked else None))
+
+
+def _semaphore(value: Any, names: NameFilter) -> Parts:
+    """What the locks, semaphores and events of multiprocessing consist of. Not every system can read its count."""
+    try:
+        return Parts((type(value), value._get_value()))
+    except (NotImplementedError, OSError):
+        return Parts(type(value), is_opaque=True)
+
+
+def _view(value: Any, names: NameFilter) -> Parts:
+    """The keys, values or items of a dict."""
+    return Parts(type(value), [Part(SAME, value.mapping)])
+
+
+def _error(value: BaseException, names: NameFilter) -> Parts:
+    return Parts(("kind", type(value)), [Part("args", value.args), *_own_attributes(value, names)])
+
+
+# -- by type ---------------------------------------------------------------------------------------
+
+# These find all attributes themselves. What any other one finds is the content, to which `look_of` adds attributes.
+_WITH_ATTRIBUTES: set[Look] = {
+    *(users, library, _iterator, _namespace, _of_torch, _scheduler, _method),
+    *(_function, _class, _module, _cached, _error, _proxy, _repeated),
+}
+_BY_TYPE: list[tuple[Any, Look]] = [
+    (types.FunctionType, _function),
+    (types.MethodType, _method),
+    ((types.BuiltinFunctionType, types.MethodWrapperType), _builtin),
+    (functools.partial, _partial),
+    ((operator.attrgetter, operator.methodcaller), _getter),
+    (
+        (staticmethod, classmethod, property, functools.cached_property, functools.partialmethod),
+        _descriptor,
+    ),
+    (type, _class),
+    (types.ModuleType, _module),
+    (enum.Enum, _plain(_member)),
+    (CONTAINERS, _plain(_container)),
+    (_BUFFERS, _plain(_buffer)),
+    (_C_DATA, _plain(_c_data)),
+    (random.Random, _content(_random_generator)),
+    (types.GeneratorType, _suspended),
+    (type(functools.cache(len)), _cached),
+    (io.IOBase, _content(_file)),
+    ((queue.Queue, queue.SimpleQueue), _waiting),
+    (_DESCRIPTORS, _identity),
+    (weakref.ReferenceType, _weak),
+    (weakref.ProxyTypes, _proxy),
+    (weakref.finalize, _finalizer),
+    (contextvars.ContextVar, _variable),
+    (type(os.environ), _environ),
+    ((type({}.keys()), type({}.values()), type({}.items())), _view),
+    ((type(threading.Lock()), type(threading.RLock())), _lock),
+    ((logging.Logger, logging.LoggerAdapter), _logger),
+    (GradScaler, _scaler),
+    (LRScheduler, _scheduler),
+    (BaseException, _error),
+    (torch.Generator, _generator),
+    ((argparse.Namespace, types.SimpleNamespace), _namespace),
+    (_VALUES, _plain(_value)),
+]

@@ -1,6 +1,6 @@
 """A fast test that a walk would find the same facts: each object that it visited still holds the very same objects.
 
-    probes = state.probes              filled by the walk (`discovery.py`)
+    probes = state.probes              filled by the walk (`walker.py`)
     probes.hold(leaves)                True: nothing has changed; False: something may have, and a walk must compare
 
 A walk goes from holder to holder. If every holder has the objects it had, by identity, then the walk goes the same way;
@@ -33,21 +33,24 @@ from functionalize._compat.fast_guards import ChangeCount, table_of_class
 from functionalize.util.packages import is_users
 from functionalize.util.reading import item_of, table_of, values_of
 from functionalize.util.unchanged import Unchanged
-from functionalize.walk.bound_methods import WHOLE
 from functionalize.walk.code_names import NameFilter
-from functionalize.walk.data_parts import CLASSES, NAMESPACES
 from functionalize.walk.fact_text import PLAIN
 from functionalize.walk.live_places import NO_PLACES, LivePlaces, may_live, structure_of
-from functionalize.walk.object_parts import is_patchable, parts_of, registered, subclasses
 from functionalize.walk.parts import (
+    WHOLE_METHOD,
     Held,
     OwnNames,
     Part,
     Parts,
     has_only_attributes,
+    is_patchable,
+    parts_of,
+    registered,
     slot_names,
     slots_of,
+    subclasses,
 )
+from functionalize.walk.surroundings import CLASSES, NAMESPACES
 
 Names = Container[Any] | None
 _SELECTIONS = (frozenset, OwnNames)  # of the other names in a table, some change at every call
@@ -102,7 +105,7 @@ class Probes:
         if issubclass(kind, type):
             self.add_class_parts(value, parts.held)
             return self.add_class_parts(kind, parts.held)
-        is_fixed = kind in _FIXED and (kind is not types.MethodType or parts.fact == WHOLE)
+        is_fixed = kind in _FIXED and (kind is not types.MethodType or parts.fact == WHOLE_METHOD)
         if is_fixed or self._is_given_up:
             return None
         if parts.attributes is not None:

@@ -45,8 +45,7 @@ from functionalize.walk.code_names import NameFilter, names_in
 from functionalize.walk.code_uses import assigned_constant
 from functionalize.walk.converted_arrays import ConvertedArray, converted_arrays, with_tensors
 from functionalize.walk.fact_text import Path
-from functionalize.walk.object_parts import look_of
-from functionalize.walk.parts import is_native, library, users
+from functionalize.walk.parts import is_native, library, look_of, users
 from functionalize.walk.roots import Roots
 
 # Names by which code reads the variables of a frame: of any, and of its own.

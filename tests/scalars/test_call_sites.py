@@ -11,11 +11,11 @@ import pytest
 
 from functionalize.scalars.call_sites import (
     CallSite,
+    callee_of,
     drops_result,
     instruction_at,
     site_at,
 )
-from functionalize.scalars.callees import callee_of
 
 
 class Value:

@@ -25,7 +25,7 @@ import functionalize as fz
 from functionalize.errors import UncapturableError
 from functionalize.ir.inputs import Call
 from functionalize.state.python_state import SurroundingsGuard
-from functionalize.walk.discovery import walked
+from functionalize.walk.walker import walked
 from tests.planner.fake_world.worlds import Twins
 
 pytestmark = pytest.mark.usefixtures("ample_allowance")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from functionalize.ir.inputs import Call
 from functionalize.state.sources import candidates, parameters, slots
-from functionalize.walk.discovery import reachable
+from functionalize.walk.walker import reachable
 
 MODEL = nn.Linear(2, 2)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)

@@ -29,7 +29,7 @@ from functionalize.saving.object_names import Names
 from functionalize.state import hyperparameters as lifted
 from functionalize.state import sources
 from functionalize.state import step_guards as guards
-from functionalize.walk import discovery as reach
+from functionalize.walk import walker as reach
 from tests.allowance import ample_allowance
 from tests.forks import run_module
 from tests.step import persisted

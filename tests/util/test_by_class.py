@@ -11,8 +11,7 @@ from typing import Any
 
 from functionalize.util.by_class import by_class
 from functionalize.walk.code_names import NameFilter
-from functionalize.walk.object_parts import parts_of
-from functionalize.walk.parts import OwnNames, slot_names
+from functionalize.walk.parts import OwnNames, parts_of, slot_names
 
 
 def test_it_is_found_once() -> None:

@@ -48,8 +48,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from functionalize.walk.discovery import walked, walked_again
-from functionalize.walk.walker import PythonState
+from functionalize.walk.walker import PythonState, walked, walked_again
 from tests.pages import Part
 
 PART = Part("standard_types.md", "types", "tests.walk.standard_types")

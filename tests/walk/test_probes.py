@@ -15,7 +15,7 @@ from torch.utils.data import SequentialSampler
 import functionalize as fz
 from functionalize.recorder.recorder import Recorder
 from functionalize.util.unchanged import Unchanged
-from functionalize.walk.discovery import walked, walked_again
+from functionalize.walk.walker import walked, walked_again
 from tests.walk.cases import HELD, READ, Case, Settings
 
 

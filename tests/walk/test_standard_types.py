@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from functionalize.walk import object_parts
+from functionalize.walk import parts
 from tests.walk import standard_types as types_of
 
 _IS_TABLES = sys.version_info[:2] == (3, 11)  # another Python has other types
@@ -49,8 +49,8 @@ def test_an_attribute_that_no_walk_looks_at_is_named(monkeypatch: pytest.MonkeyP
     """The enumeration fails for a type whose attributes nobody looks at."""
 
     def blind(value: Any, names: Any) -> Any:
-        return object_parts.Parts(type(value))
+        return parts.Parts(type(value))
 
-    monkeypatch.setitem(object_parts._LOOKS, random.Random, blind)
+    monkeypatch.setitem(parts._LOOKS, random.Random, blind)
     row = types_of.verdict("random", "Random", random.Random)
     assert {"__setattr__('k', 7)", "seed(7)"} <= {*row.unnoticed}

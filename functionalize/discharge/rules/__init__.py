@@ -5,7 +5,6 @@ input, it mutates what its schema marks as written, else it is pure (see `functi
 """
 
 from functionalize.discharge.rules import (  # noqa: F401  (importing registers)
-    collective_lists,
     collectives,
     copies,
     factories,

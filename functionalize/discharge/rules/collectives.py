@@ -1,23 +1,27 @@
 """Collectives, in their c10d, functional and FSDP2 spellings, as `_c10d_functional` nodes.
 
     c10d._allgather_base_(out, in, pg)   ->  all_gather_into_tensor(in, world, "pg"); wait_tensor
+    c10d.allgather_([[a, b]], [x], pg)   ->  all_gather_into_tensor(x, 2, "pg"); wait_tensor; select
+    c10d.alltoall_([a, b], [x, y], pg)   ->  cat; all_to_all_single; wait_tensor; split_with_sizes
+    c10d.allreduce_coalesced_(list, pg)  ->  all_reduce_coalesced(list, "sum", "pg"); wait_tensor
     fsdp.all_gather_copy_in(...)         ->  cat of the flattened shards
     fsdp.split_with_sizes_copy(out=)     ->  aten.split_with_sizes_copy
     fsdp.chunk_cat(out=)                 ->  aten._chunk_cat, cast to the dtype of `out`
     fsdp.chunk_cat_mixed_dtype(out=)     ->  the same; tensors of several dtypes are cast before
     fsdp.record_grad_output_stream       ->  nothing: it orders a free after a read, and values are not freed
 
-Their schemas do not say what they write or alias, so each has a rule here; in `collective_lists.py` if it takes lists
-of tensors. A rank sends the same messages as in eager, so replaying and eager ranks work together.
-Refusal: any other op of `c10d`, `fsdp` or `_c10d_functional`, by name. `unlisted_ops` finds the ops of the installed
-torch that are not named in this file.
+Their schemas do not say what they write or alias, so each has a rule here. A rank sends the same messages as in eager,
+so replaying and eager ranks work together. torch's coalescing manager turns several collectives into one of a list.
+Refusals: any other op of `c10d`, `fsdp` or `_c10d_functional`, by name; an `all_gather` of a list of tensors that
+differ in size or type, which each backend splits up in its own way. `unlisted_ops` finds the ops of the installed torch
+that are not named in this file.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -41,10 +45,10 @@ from functionalize.util.process_groups import (
 )
 
 aten = torch.ops.aten
-FUNCTIONAL = torch.ops._c10d_functional
+_FUNCTIONAL = torch.ops._c10d_functional
 
 
-def sent(engine: Engine, ref: TensorRef) -> Any:
+def _sent(engine: Engine, ref: TensorRef) -> Any:
     """The value of a tensor that is sent; refuses one that is not contiguous."""
     if not ref.geometry.is_contiguous:
         raise UnsupportedOpError(
@@ -55,7 +59,7 @@ def sent(engine: Engine, ref: TensorRef) -> Any:
     return value if ref.geometry.size else engine.emit.call(aten.view.default, value, [1])
 
 
-def received(engine: Engine, value: Any, have: tuple[int, ...], target: TensorRef) -> None:
+def _received(engine: Engine, value: Any, have: tuple[int, ...], target: TensorRef) -> None:
     """Write a complete result of size `have` to `target`."""
     size = target.geometry.size
     if tuple(have) != tuple(size):
@@ -63,7 +67,7 @@ def received(engine: Engine, value: Any, have: tuple[int, ...], target: TensorRe
     engine.put(target, value, contiguous_geometry(size, target.geometry.dtype))
 
 
-def reduced(engine: Engine, ref: TensorRef, collective: Callable[[Any], Any]) -> None:
+def _reduced(engine: Engine, ref: TensorRef, collective: Callable[[Any], Any]) -> None:
     """Replace a tensor by what `collective` makes of it; its bytes travel in the order of memory."""
     g = ref.geometry
     order = sorted(range(len(g.size)), key=lambda dim: g.stride[dim], reverse=True)
@@ -74,7 +78,7 @@ def reduced(engine: Engine, ref: TensorRef, collective: Callable[[Any], Any]) ->
     value = engine.read(ref)
     if not g.is_contiguous:
         value = engine.emit.call(aten.permute.default, value, order)
-    value = wait(engine, collective(value))
+    value = _wait(engine, collective(value))
     if not g.is_contiguous:
         value = engine.emit.call(
             aten.permute.default, value, [order.index(i) for i in range(len(order))]
@@ -82,12 +86,12 @@ def reduced(engine: Engine, ref: TensorRef, collective: Callable[[Any], Any]) ->
     engine.write(ref, value)
 
 
-def wait(engine: Engine, value: Any) -> Any:
+def _wait(engine: Engine, value: Any) -> Any:
     """The result of a collective, complete."""
-    return engine.emit.call(FUNCTIONAL.wait_tensor.default, value)
+    return engine.emit.call(_FUNCTIONAL.wait_tensor.default, value)
 
 
-def rows(size: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+def _rows(size: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     """The size of the concatenation of all ranks' tensors of `size`."""
     return (size[0] * ranks, *size[1:]) if size else (ranks,)
 
@@ -113,14 +117,14 @@ def _complete(engine: Engine, target: TensorRef) -> None:
     storage = engine.storage(target.storage)
     if _is_started(storage.base):
         target = TensorRef(target.storage, storage.root)
-    engine.write(target, wait(engine, engine.read(target)))
+    engine.write(target, _wait(engine, engine.read(target)))
 
 
 def _is_started(value: Any) -> bool:
     """Whether a value is a node that starts a collective, or a part of its results."""
     while isinstance(value, fx.Node) and value.target is operator.getitem:
         value = value.args[0]
-    if not isinstance(value, fx.Node) or value.target is FUNCTIONAL.wait_tensor.default:
+    if not isinstance(value, fx.Node) or value.target is _FUNCTIONAL.wait_tensor.default:
         return False
     return getattr(value.target, "namespace", "") == "_c10d_functional"
 
@@ -129,8 +133,8 @@ def collective_into_out(engine: Engine, record: OpRecord) -> Any:
     """`all_gather_into_tensor_out`, `reduce_scatter_tensor_out`: they return `out`, complete or not."""
     name = record.target._schema.name.split("::")[1].removesuffix("_out")
     target, (source, *rest) = record.kwargs["out"], record.args
-    functional = getattr(FUNCTIONAL, name).default
-    value = wait(engine, engine.emit.call(functional, sent(engine, source), *rest))
+    functional = getattr(_FUNCTIONAL, name).default
+    value = _wait(engine, engine.emit.call(functional, _sent(engine, source), *rest))
     engine.put(target, value, contiguous_geometry(target.geometry.size, target.geometry.dtype))
     return value
 
@@ -140,9 +144,9 @@ def allgather_base_(engine: Engine, record: OpRecord) -> Any:
     output, shard, group = record.args[:3]
     ranks = ranks_of(group)
     value = engine.emit.call(
-        FUNCTIONAL.all_gather_into_tensor.default, sent(engine, shard), ranks, group_name(group)
+        _FUNCTIONAL.all_gather_into_tensor.default, _sent(engine, shard), ranks, group_name(group)
     )
-    received(engine, wait(engine, value), rows(shard.geometry.size, ranks), output)
+    _received(engine, _wait(engine, value), _rows(shard.geometry.size, ranks), output)
     return [None, None]
 
 
@@ -151,13 +155,13 @@ def reduce_scatter_base_(engine: Engine, record: OpRecord) -> Any:
     output, whole, group, op = record.args[:4]
     g, ranks, has_factor = whole.geometry, ranks_of(group), isinstance(op, PremulSum)
     value = engine.emit.call(
-        PREMUL_REDUCE_SCATTER if has_factor else FUNCTIONAL.reduce_scatter_tensor.default,
-        sent(engine, whole),
+        PREMUL_REDUCE_SCATTER if has_factor else _FUNCTIONAL.reduce_scatter_tensor.default,
+        _sent(engine, whole),
         op.factor if has_factor else reduction(op),
         ranks,
         group_name(group),
     )
-    received(engine, wait(engine, value), (g.size[0] // ranks, *g.size[1:]), output)
+    _received(engine, _wait(engine, value), (g.size[0] // ranks, *g.size[1:]), output)
     return [None, None]
 
 
@@ -165,10 +169,10 @@ def allreduce_(engine: Engine, record: OpRecord) -> Any:
     """`allreduce_(tensors, process_group, reduce_op, ...) -> (Tensor[], Work)`."""
     tensors, group, op = record.args[:3]
     has_factor, name = isinstance(op, PremulSum), group_name(group)
-    target = PREMUL_ALL_REDUCE if has_factor else FUNCTIONAL.all_reduce.default
+    target = PREMUL_ALL_REDUCE if has_factor else _FUNCTIONAL.all_reduce.default
     how = op.factor if has_factor else reduction(op)
     for t in tensors:
-        reduced(engine, t, lambda v: engine.emit.call(target, v, how, name))
+        _reduced(engine, t, lambda v: engine.emit.call(target, v, how, name))
     return [None, None]
 
 
@@ -183,14 +187,16 @@ def broadcast_(engine: Engine, record: OpRecord) -> Any:
         # Only the root's contents are sent: on other ranks the tensor may be undefined.
         engine.write(target, engine.emit.empty(g, storage.device))
     name = group_name(group)
-    reduced(engine, target, lambda v: engine.emit.call(FUNCTIONAL.broadcast.default, v, root, name))
+    _reduced(
+        engine, target, lambda v: engine.emit.call(_FUNCTIONAL.broadcast.default, v, root, name)
+    )
     return [None, None]
 
 
 def alltoall_base_(engine: Engine, record: OpRecord) -> Any:
     """`alltoall_base_(output, input, process_group, output_split_sizes, input_split_sizes, ...)`, in rows."""
     output, source, group, out_splits, in_splits = record.args[:5]
-    ranks, value = ranks_of(group), sent(engine, source)
+    ranks, value = ranks_of(group), _sent(engine, source)
     have, want = source.geometry.size or (1,), output.geometry.size or (1,)
     if have[1:] != want[1:]:  # rows of different sizes: split by elements
         value = engine.emit.call(aten.view.default, value, [source.geometry.numel])
@@ -198,19 +204,122 @@ def alltoall_base_(engine: Engine, record: OpRecord) -> Any:
         out_splits = [n * math.prod(want[1:]) for n in out_splits]
         have, want = (source.geometry.numel,), (output.geometry.numel,)
     value = engine.emit.call(
-        FUNCTIONAL.all_to_all_single.default,
+        _FUNCTIONAL.all_to_all_single.default,
         value,
         list(out_splits) or [want[0] // ranks] * ranks,
         list(in_splits) or [have[0] // ranks] * ranks,
         group_name(group),
     )
-    received(engine, wait(engine, value), want, output)
+    _received(engine, _wait(engine, value), want, output)
     return None
 
 
 def barrier(engine: Engine, record: OpRecord) -> None:
     """`barrier(tensor, process_group, device_ids, ...)`; the tensor only selects the backend."""
     engine.emit.call(BARRIER, group_name(record.args[1]), list(record.args[2]))
+
+
+# -- lists of tensors ------------------------------------------------------------------------------
+
+
+def allgather_(engine: Engine, record: OpRecord) -> Any:
+    """`allgather_(Tensor[][] outputs, Tensor[] inputs, process_group, ...) -> (Tensor[][], Work)`."""
+    lists, inputs, group = record.args[:3]
+    ranks = ranks_of(group)
+    for outputs, shard in zip(lists, inputs, strict=True):
+        g = shard.geometry
+        if any((t.geometry.size, t.geometry.dtype) != (g.size, g.dtype) for t in outputs):
+            raise UnsupportedOpError(
+                "gathers tensors that differ in size or type from rank to rank, which no functional "
+                "collective does: pad them to one size"
+            )
+        value = engine.emit.call(
+            _FUNCTIONAL.all_gather_into_tensor.default,
+            _sent(engine, shard),
+            ranks,
+            group_name(group),
+        )
+        whole = _wait(engine, value)
+        if _rows(g.size, ranks) != (ranks, *g.size):
+            whole = engine.emit.call(aten.view.default, whole, [ranks, *g.size])
+        for i, target in enumerate(outputs):
+            _received(engine, engine.emit.call(aten.select.int, whole, 0, i), g.size, target)
+    return [None, None]
+
+
+def alltoall_(engine: Engine, record: OpRecord) -> Any:
+    """`alltoall_(Tensor[] outputs, Tensor[] inputs, process_group, ...) -> (Tensor[], Work)`."""
+    outputs, inputs, group = record.args[:3]
+    flat = [
+        engine.emit.call(aten.view.default, _sent(engine, t), [t.geometry.numel]) for t in inputs
+    ]
+    sizes = [t.geometry.numel for t in outputs]
+    value = engine.emit.call(
+        _FUNCTIONAL.all_to_all_single.default,
+        engine.emit.call(aten.cat.default, flat),
+        sizes,
+        [t.geometry.numel for t in inputs],
+        group_name(group),
+    )
+    parts = engine.emit.call(aten.split_with_sizes.default, _wait(engine, value), sizes)
+    for i, target in enumerate(outputs):
+        _received(engine, engine.part(parts, i), (sizes[i],), target)
+    return [None, None]
+
+
+def allgather_into_tensor_coalesced_(engine: Engine, record: OpRecord) -> None:
+    """`(Tensor[] outputs, Tensor[] inputs, process_group, ...) -> Work`."""
+    outputs, inputs, group = record.args[:3]
+    ranks = ranks_of(group)
+    values = engine.emit.call(
+        _FUNCTIONAL.all_gather_into_tensor_coalesced.default,
+        [_sent(engine, t) for t in inputs],
+        ranks,
+        group_name(group),
+    )
+    _received_all(engine, values, [_rows(t.geometry.size, ranks) for t in inputs], outputs)
+
+
+def reduce_scatter_tensor_coalesced_(engine: Engine, record: OpRecord) -> None:
+    """`(Tensor[] outputs, Tensor[] inputs, process_group, reduce_op, ...) -> Work`."""
+    outputs, inputs, group, op = record.args[:4]
+    ranks = ranks_of(group)
+    values = engine.emit.call(
+        _FUNCTIONAL.reduce_scatter_tensor_coalesced.default,
+        [_sent(engine, t) for t in inputs],
+        reduction(op),
+        ranks,
+        group_name(group),
+    )
+    have = [(t.geometry.size[0] // ranks, *t.geometry.size[1:]) for t in inputs]
+    _received_all(engine, values, have, outputs)
+
+
+def allreduce_coalesced_(engine: Engine, record: OpRecord) -> None:
+    """`(Tensor[] tensors, process_group, reduce_op, ...) -> Work`."""
+    tensors, group, op = record.args[:3]
+    values = engine.emit.call(
+        _FUNCTIONAL.all_reduce_coalesced.default,
+        [_sent(engine, t) for t in tensors],
+        reduction(op),
+        group_name(group),
+    )
+    have = [t.geometry.size or (1,) for t in tensors]
+    _received_all(engine, values, have, tensors)
+
+
+def _received_all(
+    engine: Engine,
+    values: Any,
+    have: Sequence[tuple[int, ...]],
+    targets: Sequence[TensorRef],
+) -> None:
+    complete = [_wait(engine, engine.part(values, i)) for i in range(len(targets))]
+    for value, size, target in zip(complete, have, targets, strict=True):
+        _received(engine, value, size, target)
+
+
+# -- FSDP2's ops -----------------------------------------------------------------------------------
 
 
 def all_gather_copy_in(engine: Engine, record: OpRecord) -> Any:
@@ -371,10 +480,15 @@ BY_NAME |= {
     "_c10d_functional::batch_p2p_ops": point_to_point,
     "c10d::_allgather_base_": allgather_base_,
     "c10d::_reduce_scatter_base_": reduce_scatter_base_,
+    "c10d::allgather_": allgather_,
+    "c10d::allgather_into_tensor_coalesced_": allgather_into_tensor_coalesced_,
     "c10d::allreduce_": allreduce_,
+    "c10d::allreduce_coalesced_": allreduce_coalesced_,
+    "c10d::alltoall_": alltoall_,
     "c10d::alltoall_base_": alltoall_base_,
     "c10d::barrier": barrier,
     "c10d::broadcast_": broadcast_,
+    "c10d::reduce_scatter_tensor_coalesced_": reduce_scatter_tensor_coalesced_,
     "fsdp::all_gather_copy_in": all_gather_copy_in,
     "fsdp::chunk_cat": chunk_cat,
     "fsdp::chunk_cat_mixed_dtype": chunk_cat,

@@ -30,8 +30,8 @@ from functionalize.state import arguments
 from functionalize.state.arguments import leaf_names
 from functionalize.state.sources import Slot, candidates, parameters, slots
 from functionalize.util.gc_pause import only_young_collections
-from functionalize.walk.discovery import reachable
 from functionalize.walk.roots import Roots
+from functionalize.walk.walker import reachable
 
 log = logging.getLogger("functionalize")
 
