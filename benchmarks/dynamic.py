@@ -119,7 +119,7 @@ def measure(
     ways: dict[str, Callable[[Any], Any]] = {
         "eager": lambda step: step,
         "recorded at once": lambda step: fz.capture(
-            step, passes=passes, record_after=1, on_uncapturable="eager", dynamic=False
+            step, passes=passes, allowance=None, on_uncapturable="eager", dynamic=False
         ),
         "side by side": lambda step: fz.capture(step, passes=passes, dynamic=False),
         "defaults": lambda step: fz.capture(step, passes=passes),
@@ -183,7 +183,7 @@ def steady(
     dynamic: a step that has had `lengths`.
     """
     eager = demo.training_step(*build(model, options))
-    fixed = fz.capture(eager, passes=passes, record_after=1, dynamic=False)
+    fixed = fz.capture(eager, passes=passes, allowance=None, dynamic=False)
     known = [n for n, count in Counter(lengths).items() if count > 1][:_KNOWN] or lengths[-_KNOWN:]
     seconds: dict[Any, list[float]] = {dynamic: [], fixed: []}
     for i in range(_BEFORE_STEADY + _STEADY):

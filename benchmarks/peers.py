@@ -86,7 +86,7 @@ def fsdp(subject: Subject, wrap: Callable[[Step], Step], compiled: str = "") -> 
 
 def captured(subject: Subject, **options: Any) -> Way:
     """`fz.capture` of the eager step; the passes run at once."""
-    return fsdp(subject, lambda step: fz.capture(step, audit=False, record_after=1, **options))
+    return fsdp(subject, lambda step: fz.capture(step, audit=False, allowance=None, **options))
 
 
 def simple_fsdp(subject: Subject) -> Way:

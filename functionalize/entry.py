@@ -15,12 +15,12 @@ from functionalize.late_sizes.late_sizes import LateSizes, takes_late_sizes
 from functionalize.state.memory_reports import memory_reports
 from functionalize.step.captured_step import CapturedStep
 from functionalize.step.options import (
-    MAX_PROGRAM_BYTES,
     CaptureOptions,
     Compile,
     Dynamic,
     OnUncapturable,
 )
+from functionalize.step.policy import ALLOWANCE
 from functionalize.step_backward.captured_forward import captured_forward
 
 
@@ -34,8 +34,7 @@ def capture(
     compile: Compile = None,
     memory: bool = False,
     audit: AuditOption = "auto",
-    record_after: int = 2,
-    max_program_bytes: float = MAX_PROGRAM_BYTES,
+    allowance: float | None = ALLOWANCE,
     dynamic: Dynamic = "auto",
 ) -> Any:
     """Record `train_step` (any callable) and replay it in later calls; also a decorator.
@@ -54,10 +53,8 @@ def capture(
     audit: which calls run for real and are compared with the program: "auto" (a schedule with ever longer distances),
     a number n (every n-th call; 1: all), False (none), "raise" ("auto", and a difference raises `AuditError`). A
     difference drops the program and is logged, see `docs/capture.md`. With `backward` the forward alone is compared.
-    record_after: the number of calls of a kind (shapes and numbers of the arguments) after which it is recorded, while
-    a recorded kind waits for its first replay; else, and with `backward`, a kind is recorded at once. With
-    1 nothing is refused because of what it costs, see `docs/capture.md`.
-    max_program_bytes: an estimate of the memory that programs may take; the least recently used ones are dropped.
+    allowance: what the step may cost beyond eager, in eager steps, besides 5 % of its calls and what replays return:
+    `docs/capture.md`. None: any, so every call that no program covers is recorded at once, as with `backward`.
     dynamic: once three calls that differ in sizes only were recorded, predict the programs for other sizes. The first
     call of new sizes is replayed where it is known that nothing decides by them otherwise, else it runs for real and is
     compared with its program. With a number n one in n is compared in any case (True: 8; 1: all). With "auto" this
@@ -67,7 +64,7 @@ def capture(
     and for `dynamic=True` or a number with `memory` or `compile`.
     """
     if backward:
-        record_after = 1  # a forward that runs again on one rank runs again on all of them
+        allowance = None  # a forward that runs again on one rank runs again on all of them
     options = CaptureOptions.of(
         passes,
         on_uncapturable,
@@ -75,8 +72,7 @@ def capture(
         compile,
         memory,
         audit,
-        record_after,
-        max_program_bytes,
+        allowance,
         dynamic,
         backward,
     )
@@ -92,8 +88,7 @@ def capture(
             compile=compile,
             memory=memory,
             audit=audit,
-            record_after=record_after,
-            max_program_bytes=max_program_bytes,
+            allowance=allowance,
             dynamic=dynamic,
         )
     if not backward:

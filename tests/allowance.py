@@ -11,19 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
-from functionalize.step import policy
+from functionalize.step.policy import ALLOWANCE, Ledger
 
-_NAMES = ("_ALLOWANCE", "_MOST_SAVED")
+_AMPLE = 10_000.0
 
 
 @contextmanager
 def ample_allowance() -> Iterator[None]:
-    before = {name: getattr(policy, name) for name in _NAMES}
-    for name in _NAMES:
-        setattr(policy, name, 10_000.0)
-    try:
+    begin = Ledger.__init__
+
+    def begin_with_more(self: Any, allowance: float = ALLOWANCE, is_bounded: bool = True) -> None:
+        begin(self, max(allowance, _AMPLE), is_bounded)
+
+    with mock.patch.object(Ledger, "__init__", begin_with_more):
         yield
-    finally:
-        for name, value in before.items():
-            setattr(policy, name, value)

@@ -126,7 +126,7 @@ class Lazy:
 
     @staticmethod
     def _options(pipeline: Sequence[Any]) -> CaptureOptions:
-        return CaptureOptions.of(pipeline, "eager", MAX_PROGRAMS, None, record_after=1)
+        return CaptureOptions.of(pipeline, "eager", MAX_PROGRAMS, None, allowance=None)
 
     def explain(self) -> str:
         """How many ops waited, who looked, which programs there are, and how their kinds of iterations differ."""

@@ -39,6 +39,7 @@ from functionalize.util.text import without_numbers
 from functionalize.walk.fact_text import NUMBERS
 
 log = logging.getLogger("functionalize")
+MAX_PROGRAM_BYTES = 2**30  # of all programs of a step
 _NODE_NBYTES = 6_000  # resident memory per node, with its op record and code
 RESTS = "the step rests, as calls like the last ones were of no use"
 STRUCTURE = "the structure of the arguments changed"
@@ -181,15 +182,13 @@ def _numbers(cached: CachedProgram) -> list[tuple[str, str]]:
 
 
 class ProgramCache:
-    """At most `limit` programs of one step, called `name` in messages, of at most `most_bytes` unless one has more.
+    """At most `limit` programs of one step, called `name` in messages, of at most 1 GiB unless one has more.
 
     policy, stats: those of the step, which see what is replayed and what is dropped.
     """
 
-    def __init__(
-        self, name: str, limit: int, most_bytes: float, policy: Policy, stats: Stats
-    ) -> None:
-        self._name, self._limit, self._most_bytes = name, limit, most_bytes
+    def __init__(self, name: str, limit: int, policy: Policy, stats: Stats) -> None:
+        self._name, self._limit = name, limit
         self._policy, self._stats = policy, stats
         self.by_key: dict[Hashable, list[CachedProgram]] = {}  # the last used first
         self._used: OrderedDict[CachedProgram, Hashable] = OrderedDict()  # the last used at the end
@@ -379,7 +378,7 @@ class ProgramCache:
     def _is_full(self, new: CachedProgram) -> bool:
         if len(self._used) >= self._limit:
             return True
-        return bool(self._used) and sum(c.nbytes for c in (*self._used, new)) > self._most_bytes
+        return bool(self._used) and sum(c.nbytes for c in (*self._used, new)) > MAX_PROGRAM_BYTES
 
     def drop(self, cached: CachedProgram) -> None:
         """Remove a program, if it is still there."""
@@ -396,11 +395,11 @@ class ProgramCache:
         again = f"it runs eagerly from now on, and is tried again after {self._policy.rest.length} such calls"
         end = again if self.thrashing else "the oldest is dropped"
         log.warning(
-            "%s has %d programs, as many as it may (`%s`), and needs another: %s. Missed most often "
+            "%s has %d programs, as many as it may (%s), and needs another: %s. Missed most often "
             "(%d times): %s",
             self._name,
             len(self._used) + 1,
-            "max_programs" if len(self._used) + 1 >= self._limit else "max_program_bytes",
+            "`max_programs`" if len(self._used) + 1 >= self._limit else "1 GiB",
             end,
             times,
             self._example[kind],

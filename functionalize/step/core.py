@@ -71,8 +71,7 @@ class StepCore:
         self.records_missed = True
 
     def _empty_cache(self) -> ProgramCache:
-        most, nbytes = self.options.max_programs, self.options.max_program_bytes
-        return ProgramCache(self.name, most, nbytes, self.policy, self.stats)
+        return ProgramCache(self.name, self.options.max_programs, self.policy, self.stats)
 
     def forget(self) -> None:
         """Drop every program, and what calls have cost and returned."""

@@ -15,7 +15,7 @@ from functionalize.program.collective_order import fingerprints, groups_of
 from functionalize.program.program import Program
 from functionalize.run import runner
 from functionalize.run.boxed import boxed
-from functionalize.step.policy import BUILDING, PASS, RECORDING, Policy
+from functionalize.step.policy import ALLOWANCE, BUILDING, PASS, RECORDING, Policy
 from functionalize.templates.template import EARLY, FEWEST
 
 log = logging.getLogger("functionalize")
@@ -23,7 +23,6 @@ log = logging.getLogger("functionalize")
 OnUncapturable = Literal["raise", "eager"]
 Compile = Literal["inductor", "cudagraphs"] | None
 Dynamic = bool | int | Literal["auto"]
-MAX_PROGRAM_BYTES = 2**30
 _DEFAULT = AuditSchedule.of("auto")
 
 
@@ -35,9 +34,9 @@ class CaptureOptions:
     compares: whether ranks compare the collectives of their programs, since passes may change collectives.
     raises: whether a step that cannot be captured raises; else it runs eagerly.
     max_programs: the size of the cache. memory: whether lifetimes of storages and modules of ops are recorded.
-    audit: which calls are audited. record_after: the number of calls of a kind after which it is recorded.
-    max_program_bytes: the memory of the cache. dynamic: whether programs are predicted for sizes that were not
-    recorded; False if "auto" does not go with the other options. why_static: why they are not; empty if they are.
+    audit: which calls are audited. allowance: what the step may cost beyond eager, in eager steps; None: any.
+    dynamic: whether programs are predicted for sizes that were not recorded; False if "auto" does not go with the other
+    options. why_static: why they are not; empty if they are.
     """
 
     passes: tuple[Any, ...]
@@ -47,8 +46,7 @@ class CaptureOptions:
     max_programs: int
     memory: bool = False
     audit: AuditSchedule = _DEFAULT
-    record_after: int = 2
-    max_program_bytes: float = MAX_PROGRAM_BYTES
+    allowance: float | None = ALLOWANCE
     dynamic: Dynamic = False
     why_static: str = "dynamic=False"
 
@@ -60,8 +58,7 @@ class CaptureOptions:
         compile: Compile,
         memory: bool = False,
         audit: AuditOption = "auto",
-        record_after: int = 2,
-        max_program_bytes: float = MAX_PROGRAM_BYTES,
+        allowance: float | None = ALLOWANCE,
         dynamic: Dynamic = False,
         backward: bool = False,
     ) -> CaptureOptions:
@@ -72,8 +69,8 @@ class CaptureOptions:
             raise ValueError(f"on_uncapturable is 'raise' or 'eager', not {on_uncapturable!r}")
         if max_programs < 1:
             raise ValueError(f"max_programs is at least 1, not {max_programs}")
-        if record_after < 1:
-            raise ValueError(f"record_after is at least 1, not {record_after}")
+        if allowance is not None and not allowance >= 0:
+            raise ValueError(f"allowance is at least 0 eager steps, or None, not {allowance}")
         is_number = type(dynamic) is int and dynamic >= 1
         if type(dynamic) is not bool and not is_number and dynamic != "auto":
             raise ValueError(
@@ -101,8 +98,7 @@ class CaptureOptions:
             max_programs,
             memory,
             schedule,
-            record_after,
-            max_program_bytes,
+            allowance,
             dynamic,
             why_static,
         )
@@ -112,7 +108,7 @@ class CaptureOptions:
         is_bounded = self.dynamic in (False, "auto") and not self.memory
         # Ranks that compare what programs send compare it when a recording is kept: its passes have run by then.
         passes = self.passes_cost if self.compares else 0
-        return Policy(self.record_after, is_bounded, RECORDING + BUILDING + passes)
+        return Policy(self.allowance, is_bounded, RECORDING + BUILDING + passes)
 
     @property
     def passes_cost(self) -> float:

@@ -15,7 +15,7 @@ take the time all of these are smaller. So what a call may cost follows from the
 on all ranks with the same calls, and in every run. What replays return pays for recordings, up to a limit: a step that
 has replayed for a week and no longer settles must not cost hours.
 
-Options that ask for more work are outside of it: `record_after=1`, `dynamic=True`, `audit=n`, `memory=True`.
+Options that ask for more work are outside of it: `allowance=None`, `dynamic=True`, `audit=n`, `memory=True`.
 
 Note [Questions]
 A guard asks a question (`off.id + 1`, `int(m.ptr)` in line 20), and recordings of one kind differ in its answer. An
@@ -42,12 +42,13 @@ LOST_GRAPH = 0.6  # a graph that ran, and whose guards on numbers failed
 # At the guards of programs, all of which fail: with a walk of all objects, without it.
 LOOK, QUICK_LOOK = 1.0, 0.03
 GAIN = 0.5  # of a replay
-_ALLOWANCE, _SHARE = 30.0, 0.05  # eager steps; of the calls
+ALLOWANCE, _SHARE = 30.0, 0.05  # eager steps; of the calls
 _MOST_SAVED = 60.0  # eager steps
 _DIFFERENT_IN_A_ROW = 3
 _VAIN_IN_A_ROW = 32  # calls, before the step rests
 _SLOW_LOOK = 8  # calls for which one counts that took as long as a step
 _LONGEST_REST = 1024  # calls
+_RECORDED_AFTER = 2  # calls of a kind, while a recorded kind waits for its first replay
 _FEW_KINDS = 2  # recorded kinds without a replay, before further ones must come twice as often
 _KINDS_REMEMBERED = 4096
 _ANSWERS_REMEMBERED = 512
@@ -58,17 +59,17 @@ _RECORDINGS_AFTER_REST = 3  # before the next rest: of most steps the first reco
 class Ledger:
     """What a step may still cost beyond eager, in eager steps: Note [The ledger].
 
-    is_bounded: whether it refuses anything.
+    allowance: what it begins with. is_bounded: whether it refuses anything.
     """
 
-    def __init__(self, is_bounded: bool = True) -> None:
+    def __init__(self, allowance: float = ALLOWANCE, is_bounded: bool = True) -> None:
         self.is_bounded = is_bounded
-        self.balance = _ALLOWANCE
+        self.balance, self._most = allowance, max(allowance, _MOST_SAVED)
 
     @property
     def is_full(self) -> bool:
         """Whether no more can be saved."""
-        return self.balance >= _MOST_SAVED
+        return self.balance >= self._most
 
     def call(self) -> None:
         """A call of the step begins."""
@@ -79,13 +80,13 @@ class Ledger:
         self._add(GAIN)
 
     def _add(self, steps: float) -> None:
-        self.balance = min(self.balance + steps, _MOST_SAVED)
+        self.balance = min(self.balance + steps, self._most)
 
     def can_pay(self, cost: float, calls: int = 0) -> bool:
         """Whether a cost is within the promise. calls: so many calls later."""
         if not (self.is_bounded and cost):
             return True
-        return self.balance + calls * _SHARE >= min(cost, _MOST_SAVED)
+        return self.balance + calls * _SHARE >= min(cost, self._most)
 
     def pay(self, cost: float) -> None:
         """Something has cost as many eager steps."""
@@ -189,23 +190,18 @@ class Kinds:
     """How often each kind of call came, its kind being its key in the cache; which kinds are recorded.
 
     A recording costs several eager steps, and only replays return that. So a new kind is recorded at once only while
-    no recorded kind waits for its first replay. Else it is recorded when it has come `record_after` times, and twice as
+    no recorded kind waits for its first replay. Else it is recorded when it has come twice, and twice as
     often for each kind that waits beyond two. So of lengths that never return one is recorded, and few of lengths that
     return seldom. A kind whose program was evicted must come twice as often each time, so that more kinds than there
-    are places for are not recorded in turn. With `record_after=1` every kind is recorded at once.
+    are places for are not recorded in turn. With `allowance=None` every kind is recorded at once.
     Invariant: memory is bounded; a kind that was not seen for `_KINDS_REMEMBERED` others counts from zero again.
     """
 
-    def __init__(self, record_after: int) -> None:
-        self._after = record_after
+    def __init__(self, defers: bool = True) -> None:
+        self.defers = defers  # whether any kind may be rare
         self._kinds: OrderedDict[int, KindOfCall] = OrderedDict()  # by hash: holds no argument
         self._unreplayed = 0
         self._records_next = False
-
-    @property
-    def defers(self) -> bool:
-        """Whether any kind may be rare."""
-        return self._after > 1
 
     def is_rare(self, key: Hashable) -> bool:
         """Count a call without a program; whether its kind came too seldom to be recorded."""
@@ -232,7 +228,7 @@ class Kinds:
 
     def _needed(self, kind: KindOfCall) -> int:
         doublings = max(self._unreplayed - _FEW_KINDS, 0) + kind.evictions
-        return self._after << min(doublings, _MOST_DOUBLINGS)
+        return _RECORDED_AFTER << min(doublings, _MOST_DOUBLINGS)
 
     def record_next(self) -> None:
         """Record the next call, of any kind."""
@@ -367,8 +363,8 @@ class Rest:
 class Policy:
     """When a step records, audits and compares.
 
-    record_after: calls of a kind, see `Kinds`; 1: every call that no program covers is recorded. is_bounded: whether
-    the ledger refuses anything. recording: what a recording that is kept costs, with all that must be done for its
+    allowance: what the ledger begins with; None: every call that no program covers is recorded. is_bounded: whether the
+    ledger refuses anything. recording: what a recording that is kept costs, with all that must be done for its
     first replay.
     calls, replays, replayed_kinds: those that nothing was asked about yet. A replay only notes them here, and whatever
     is asked next sees them first: a step that replays asks nothing.
@@ -376,13 +372,14 @@ class Policy:
 
     def __init__(
         self,
-        record_after: int,
+        allowance: float | None = ALLOWANCE,
         is_bounded: bool = True,
         recording: float = RECORDING + BUILDING,
     ) -> None:
-        self._records_all, self._recording = record_after == 1, recording
-        self._ledger = Ledger(is_bounded and not self._records_all)
-        self._kinds = Kinds(record_after)
+        self._records_all, self._recording = allowance is None, recording
+        begins_with = ALLOWANCE if allowance is None else allowance
+        self._ledger = Ledger(begins_with, is_bounded and not self._records_all)
+        self._kinds = Kinds(defers=not self._records_all)
         self._questions = Questions()
         self._rest = Rest()
         # The question for which a call was left eager, if the user does not know.

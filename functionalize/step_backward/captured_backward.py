@@ -29,8 +29,9 @@ from functionalize.errors import UncapturableError
 from functionalize.ir.inputs import Captured, chain_of
 from functionalize.step.captured_step import CapturedStep
 from functionalize.step.hooks import Hooks
-from functionalize.step.options import MAX_PROGRAM_BYTES, CaptureOptions
+from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Built
+from functionalize.step.policy import ALLOWANCE
 from functionalize.tape.listing import Unlisted, listed
 
 Tensors = Tensor | Sequence[Tensor]
@@ -41,8 +42,7 @@ def capture_backward(
     passes: Sequence[Any] | str = (),
     max_programs: int = 16,
     audit: AuditOption = "auto",
-    record_after: int = 2,
-    max_program_bytes: float = MAX_PROGRAM_BYTES,
+    allowance: float | None = ALLOWANCE,
 ) -> TapeBackward:
     """A callable that goes backward as `loss.backward()`, by a program where one of the same tape was recorded.
 
@@ -56,8 +56,7 @@ def capture_backward(
             None,
             False,
             audit,
-            record_after,
-            max_program_bytes,
+            allowance,
             False,
         )
     )

@@ -85,7 +85,7 @@ class Kind:
 
 
 class Model:
-    """What a step with `record_after=2`, `dynamic=False` and `audit=EVERY` does."""
+    """What a step with `dynamic=False` and `audit=EVERY` does."""
 
     def __init__(self) -> None:
         self.saved = 30.0  # eager steps

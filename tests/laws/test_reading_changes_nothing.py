@@ -217,7 +217,7 @@ def test_tables(table: str) -> None:
     st.sampled_from(["cell", "object", "module", "argument"]),
     st.booleans(),
     st.sampled_from(TABLES),
-    st.sampled_from([{}, {"audit": False}, {"record_after": 1}]),
+    st.sampled_from([{}, {"audit": False}, {"allowance": None}]),
 )
 def test_any(value: str, holder: str, of_tensor: bool, table: str, options: dict[str, Any]) -> None:
     check(value, holder, of_tensor and value != "set", table, options)

@@ -181,7 +181,7 @@ NEW = [n for n in range(10, 34) if n not in KNOWN]
 
 @pytest.mark.parametrize("name", BODIES)
 def test_a_count_that_returns_is_replayed(name: str) -> None:
-    stats = trained(BODIES[name], [12] * 5 + [12, 30] * 4, record_after=1).stats
+    stats = trained(BODIES[name], [12] * 5 + [12, 30] * 4, allowance=None).stats
     assert stats.replays >= (6 if name in ("selected", "written", "found") else 2), stats
 
 
@@ -259,7 +259,7 @@ def test_programs_of_counts_are_saved(tmp_path: Path) -> None:
         optimizer.zero_grad()
         return loss.detach()
 
-    first = fz.capture(step, record_after=1, audit=False)
+    first = fz.capture(step, allowance=None, audit=False)
     for i, count in enumerate([12, 12, 12, 30, 30]):
         first(*batch(count, i))
     first.save(tmp_path / "step.fzp")
@@ -278,7 +278,7 @@ def test_numbers_of_as_many_parts_as_an_op_has_found() -> None:
         cuts[-1] = len(x)
         return [part.sum(0) for part in x.split(cuts.diff().tolist())]
 
-    captured, x = fz.capture(step, record_after=1, audit=False), torch.randn(12, 2)
+    captured, x = fz.capture(step, allowance=None, audit=False), torch.randn(12, 2)
     for count in (4, 4, 4, 7, 7, 7, 4, 7):
         mask = torch.arange(12) < count
         assert all(map(torch.equal, captured(x, mask), step(x, mask)))

@@ -20,8 +20,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "audits": {"audit": 1},
     "no audits": {"audit": False},
-    "at once": {"record_after": 1},
-    "passes": {"passes": "default", "record_after": 1},
+    "at once": {"allowance": None},
+    "passes": {"passes": "default", "allowance": None},
     "backward": {"backward": True},
     "audited backward": {"backward": True, "audit": 1},
 }

@@ -63,7 +63,7 @@ def test_train_and_eval_and_lengths_side_by_side() -> None:
 
 def test_a_program_is_found_without_trying_the_others() -> None:
     """Thirty lengths: what a call costs does not depend on how many programs there are."""
-    step = fz.capture(lambda x: x.sin() + 1, max_programs=64, record_after=1, dynamic=False)
+    step = fz.capture(lambda x: x.sin() + 1, max_programs=64, allowance=None, dynamic=False)
     tried: list[int] = []
     for rows in [*range(1, 31)] * 2:
         step(torch.ones(rows))
@@ -109,14 +109,14 @@ def test_the_least_recently_used_goes(caplog: Any) -> None:
 
 def test_when_no_program_is_of_use_the_warning_names_the_guard(caplog: Any) -> None:
     """A number in Python that is another one at every call."""
-    captured = fz.capture(lambda x, n: x * n, max_programs=3, record_after=1)
+    captured = fz.capture(lambda x, n: x * n, max_programs=3, allowance=None)
     with caplog.at_level(logging.WARNING, "functionalize"):
         for n in range(12):
             assert torch.equal(captured(torch.ones(2), n), torch.ones(2) * n)
     assert captured.stats.captures == 6
     assert captured.stats.eager == 6
     first, last = caplog.messages
-    assert "has 3 programs, as many as it may (`max_programs`)" in first
+    assert "has 3 programs, as many as it may (`max_programs`), and" in first
     assert "argument leaf 1 is" in first
     assert "runs eagerly from now on" in last
     assert "(5 times): argument leaf 1 is 5, was 4" in last
@@ -124,7 +124,7 @@ def test_when_no_program_is_of_use_the_warning_names_the_guard(caplog: Any) -> N
 
 
 def test_a_step_that_was_given_up_keeps_nothing_and_is_tried_again_ever_more_rarely() -> None:
-    captured = fz.capture(lambda x, n: x * n, max_programs=2, record_after=1)
+    captured = fz.capture(lambda x, n: x * n, max_programs=2, allowance=None)
     x, recorded = torch.ones(2), []
     for n in range(1, 4200):
         before = captured.stats.captures
@@ -137,7 +137,7 @@ def test_a_step_that_was_given_up_keeps_nothing_and_is_tried_again_ever_more_rar
 
 
 def test_a_step_that_was_given_up_and_settles_is_replayed() -> None:
-    captured = fz.capture(lambda x, n: x * n, max_programs=2, record_after=1)
+    captured = fz.capture(lambda x, n: x * n, max_programs=2, allowance=None)
     x = torch.ones(2)
     for n in range(1100):
         assert captured(x, min(n, 900))[0] == min(n, 900)
@@ -146,7 +146,7 @@ def test_a_step_that_was_given_up_and_settles_is_replayed() -> None:
 
 
 def test_a_kind_of_call_that_is_replayed_goes_on_while_others_are_given_up() -> None:
-    captured = fz.capture(lambda x, n: x * n, max_programs=3, record_after=1)
+    captured = fz.capture(lambda x, n: x * n, max_programs=3, allowance=None)
     x = torch.ones(2)
     for n in range(40):
         assert captured(x, n)[0] == n
@@ -194,8 +194,8 @@ def test_options_are_checked() -> None:
         fz.capture(lambda x: x, on_uncapturable="ignore")
     with pytest.raises(ValueError, match="max_programs is at least 1, not 0"):
         fz.capture(lambda x: x, max_programs=0)
-    with pytest.raises(ValueError, match="record_after is at least 1, not 0"):
-        fz.capture(lambda x: x, record_after=0)
+    with pytest.raises(ValueError, match="allowance is at least 0 eager steps, or None, not -1"):
+        fz.capture(lambda x: x, allowance=-1)
     for wrong in (None, 3, ["remat"]):
         with pytest.raises(ValueError, match="passes is the text of a pipeline"):
             fz.capture(lambda x: x, passes=wrong)

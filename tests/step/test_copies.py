@@ -127,7 +127,7 @@ def test_a_trainer(kind: type[Trainer], make_copy: Copy) -> None:
 @pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, pickled])
 def test_a_step_itself(make_copy: Copy) -> None:
     """Without programs, of the copied trainer, with what a script gave to it; it is the trainer's own step."""
-    trainer = Trainer(fz.capture, record_after=1, audit=7)
+    trainer = Trainer(fz.capture, allowance=None, audit=7)
     trainer.step.tag = ["a"]
     for _ in range(3):
         trainer.step(torch.ones(2, 3))
@@ -226,7 +226,7 @@ def test_a_closure() -> None:
 def test_backwards_of_eager_graphs(make_copy: Copy) -> None:
     """A copy has the options, and no programs; it goes backward as eager does."""
     model, x = nn.Linear(3, 2), torch.ones(1, 3)
-    backward = fz.capture_backward(audit=7, record_after=1)
+    backward = fz.capture_backward(audit=7, allowance=None)
     backward.tag = "a"
 
     def gradient(go: Callable[[Tensor], Any]) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import functionalize as fz
+from functionalize.step import cache
 from functionalize.step.policy import Kinds
 from tests.step.twins import batch, same_state, twins
 from tests.steps import make_step
@@ -59,13 +60,13 @@ def test_lengths_that_return_once_record_few() -> None:
 
 
 def test_every_kind_is_recorded_at_once_if_one_says_so() -> None:
-    stats = trained_on([2, 2, 2, *range(3, 10)], record_after=1).stats
+    stats = trained_on([2, 2, 2, *range(3, 10)], allowance=None).stats
     assert stats.captures == 8
     assert stats.rare == 0
 
 
 def test_a_replay_lets_other_kinds_be_recorded() -> None:
-    kinds = Kinds(2)
+    kinds = Kinds()
     assert not kinds.is_rare("a")
     kinds.recorded("a")
     assert kinds.is_rare("b")
@@ -74,7 +75,7 @@ def test_a_replay_lets_other_kinds_be_recorded() -> None:
 
 
 def test_a_kind_must_come_twice_as_often_for_each_kind_that_waits_beyond_two() -> None:
-    kinds = Kinds(2)
+    kinds = Kinds()
     needed = []
     for kind in range(5):
         calls = 1
@@ -95,7 +96,7 @@ def test_more_kinds_than_places_are_not_recorded_in_turn() -> None:
 
 
 def test_a_kind_whose_program_was_evicted_must_come_twice_as_often() -> None:
-    kinds, needed = Kinds(2), []
+    kinds, needed = Kinds(), []
     for _ in range(3):
         calls = 1
         while kinds.is_rare("a"):
@@ -108,7 +109,7 @@ def test_a_kind_whose_program_was_evicted_must_come_twice_as_often() -> None:
 
 
 def test_kinds_are_forgotten() -> None:
-    kinds = Kinds(2)
+    kinds = Kinds()
     kinds.recorded("a")
     kinds.recorded("b")
     rare = [kinds.is_rare(i) for i in range(5000)]
@@ -119,15 +120,19 @@ def test_kinds_are_forgotten() -> None:
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def test_programs_are_dropped_when_they_take_too_much_memory() -> None:
+def test_programs_are_dropped_when_they_take_too_much_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def step(x: Tensor) -> Tensor:
         return x.sin().cos().tan()
 
-    captured = fz.capture(step, max_program_bytes=50_000)  # two of three nodes fit
+    captured = fz.capture(step)
+    monkeypatch.setattr(cache, "MAX_PROGRAM_BYTES", 50_000)  # two of three nodes fit
     for rows in (1, 1, 2, 2, 3, 3):
         assert torch.equal(captured(torch.ones(rows)), step(torch.ones(rows)))
     assert [p.inputs[0].geometry.size for p in captured.programs] == [(2,), (3,)]
-    alone = fz.capture(step, max_program_bytes=1)  # the only program is kept
+    alone = fz.capture(step)
+    monkeypatch.setattr(cache, "MAX_PROGRAM_BYTES", 1)  # the only program is kept
     for _ in range(3):
         alone(torch.ones(1))
     assert alone.stats.replays == 2
@@ -140,7 +145,7 @@ def test_programs_for_the_same_numbers_and_other_state_stand_side_by_side() -> N
         y: torch.Tensor = getattr(model(x), kinds[0])()
         return y + 1 if y.square().sum().item() < 1e9 else y
 
-    captured = fz.capture(step, record_after=1, audit=False)
+    captured = fz.capture(step, allowance=None, audit=False)
     for i in range(12):
         kinds[0] = ("sin", "exp")[i % 2]
         assert torch.equal(captured(torch.ones(3)), step(torch.ones(3)))

@@ -1,4 +1,4 @@
-"""When the passes of a program run: when the ledger pays for them, with `record_after=1` at once."""
+"""When the passes of a program run: when the ledger pays for them, with `allowance=None` at once."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def deep_step() -> Any:
     return make_step(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"record_after": 1}])
+@pytest.mark.parametrize("options", [{}, {"allowance": None}])
 @pytest.mark.parametrize("pipeline", ["default", "fast", "cleanup"])
 def test_a_large_step_is_replayed_after_its_passes_from_the_third_call_on(
     pipeline: str, options: Any

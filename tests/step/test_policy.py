@@ -66,8 +66,8 @@ def test_a_step_whose_allowance_is_spent_goes_on_eagerly_and_is_recorded_later()
     assert captured.stats.replays > 150
 
 
-def test_record_after_one_asks_for_more() -> None:
-    captured = fz.capture(lambda x, n: x * n, record_after=1)
+def test_any_allowance_asks_for_more() -> None:
+    captured = fz.capture(lambda x, n: x * n, allowance=None)
     for n in range(12):
         captured(X, n)
     assert captured.stats.captures == 12
@@ -308,7 +308,7 @@ def test_ranks_replay_another_program_where_a_number_is_another_one() -> None:
 
 
 def test_the_policy_is_the_same_for_the_same_calls() -> None:
-    one, other = Policy(2), Policy(2)
+    one, other = Policy(), Policy()
     draw = random.Random(0)
     for _ in range(500):
         n, replays = draw.randint(0, 30), draw.random() < 0.3

@@ -61,7 +61,7 @@ GOOD, BAD = torch.ones(2, 3), torch.full((2, 3), -1e3)
 
 
 def replayed(twin: Twin) -> Any:
-    step = fz.capture(twin.train, record_after=1)
+    step = fz.capture(twin.train, allowance=None)
     for _ in range(5):
         step(GOOD)
     assert step.stats.replays >= 2
@@ -138,7 +138,7 @@ def test_a_check_of_the_users_is_a_number_that_python_reads() -> None:
         y.exp().sum().backward()
         return x.grad
 
-    step = fz.capture(train, record_after=1)
+    step = fz.capture(train, allowance=None)
     for _ in range(3):
         step(GOOD)
     assert all(type(guard) is NanGuard for guard in step.program.value_guards)

@@ -195,7 +195,7 @@ def _look(x: Tensor, count: int) -> Tensor:
 
 def _replay(function: Callable[..., Any], step: tuple[Any, ...]) -> _Tiny:
     captured = capture(
-        function, passes="default", audit=False, record_after=1, on_uncapturable="raise"
+        function, passes="default", audit=False, allowance=None, on_uncapturable="raise"
     )
     _settle(captured, step)
     return _Tiny(step, _program_of(captured), captured)
