@@ -122,6 +122,10 @@ class Draws:
         names = {id(draw.generator): self.names[id(draw.generator)] for draw in self._made}
         return " and ".join(f"draws from `{name}`" for name in names.values())
 
+    def method(self, index: int) -> str:
+        """The name of the method that made a number."""
+        return self._made[index].method
+
     @property
     def texts(self) -> list[str]:
         """Each draw, equal for two recordings that draw alike."""
@@ -168,6 +172,11 @@ class DrawnNumber:
     def text(self) -> str:
         """The call that returns it."""
         return self.draws.texts[self.index]
+
+    @property
+    def never_returns(self) -> bool:
+        """Whether no two draws are likely to be equal: a float, unless it is one of some."""
+        return self.kind is float and self.draws.method(self.index) != "choice"
 
     def resolve(self, call: Call) -> Any:
         value = self.draws.values(call)[self.index]

@@ -257,6 +257,11 @@ class NumberGuard:
         """The expression, and the user's line that read it."""
         return f"`{expression_text(self.expression)}` {self.where}"
 
+    @property
+    def never_holds(self) -> bool:
+        """Whether it cannot hold at another call: the number is drawn, and was made a plain one."""
+        return bool(getattr(getattr(self.expression, "source", None), "never_returns", False))
+
     def answer(self, call: Call) -> Any:
         """The value of the expression in this call; raises `LookupError` or `ArithmeticError`."""
 

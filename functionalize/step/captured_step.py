@@ -966,6 +966,7 @@ class CapturedStep:
         (self._hooks.add or self.core.cache.add)(key, built.cached)
         self._last_plan = LastPlan(key, Record, call.reason, is_kept=True)
         self.core.policy.ledger.pay(BUILDING)
+        self.core.note_guards(key, built.cached.program)
         if self.predictions is not None:
             self.predictions.lengths.recorded.note(key)
             if built.reference is not None:

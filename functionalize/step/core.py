@@ -17,7 +17,7 @@ from typing import Any
 
 from functionalize.audit.signature import Signature
 from functionalize.errors import FunctionalizeError
-from functionalize.ir.guards import Miss
+from functionalize.ir.guards import Miss, NumberGuard
 from functionalize.lengths.data_sizes import DataSizes
 from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
@@ -39,6 +39,12 @@ _DIFFERS = (
     "{} runs eagerly where {}: recordings of calls that differ there were of no use. A call is recorded again if it "
     "has come before. If this differs at every call, let ops compute with it instead: leave out `float()`, `int()`, "
     "`.item()`, or a key or an index that is made of it"
+)
+
+
+_NEVER = (
+    "{} runs eagerly where {} is drawn anew, as a replay could not know the number: let ops compute with it instead, "
+    "leave out `float()`, a text, a key or an index that is made of it, or pass the number as an argument"
 )
 
 
@@ -112,6 +118,16 @@ class StepCore:
                 warn_uncapturable(_DIFFERS.format(self.name, policy.news))
             policy.news = None
         return may_record
+
+    def note_guards(self, key: Hashable, program: Program) -> None:
+        """Warn of guards of a new program that cannot hold twice; other answers to them are not recorded."""
+        if self.policy.records_all:
+            return
+        for guard in program.facts:
+            if not (isinstance(guard, NumberGuard) and guard.never_holds):
+                continue
+            if self.policy.questions.never_returns(key, guard.question):
+                warn_uncapturable(_NEVER.format(self.name, guard.question))
 
     def is_rare(self, key: Hashable) -> bool:
         """Whether calls of this kind came too seldom to be recorded; counts one. None is that was recorded."""

@@ -21,7 +21,8 @@ Note [Questions]
 A guard asks a question (`off.id + 1`, `int(m.ptr)` in line 20), and recordings of one kind differ in its answer. An
 answer that never returns is a running number: a program for it is of no use. Three recordings in a row may find other
 answers, then only an answer that has come before is worth one: a pointer that goes round has each of its positions
-recorded in the second round, a counter none.
+recorded in the second round, a counter none. Of some numbers the first recording tells that they never return: a
+drawn float that was made plain.
 """
 
 from __future__ import annotations
@@ -106,13 +107,14 @@ class _Question:
     """What a guard of programs of one kind asks, with the answers without a program.
 
     in_a_row: the calls without a program since the last replay. recorded: how many of these were recorded.
-    is_told: whether the user knows that calls run eagerly for it.
+    is_told: whether the user knows that calls run eagerly for it. never_returns: whether no answer comes twice.
     """
 
     answers: OrderedDict[Hashable, _Answer] = field(default_factory=OrderedDict)
     in_a_row: int = 0
     recorded: int = 0
     is_told: bool = False
+    never_returns: bool = False
 
     def answer(self, text: Hashable) -> _Answer:
         """One answer, which has come now."""
@@ -143,12 +145,18 @@ class Questions:
             # Of some kinds the first recording is not kept; a step that raises has none.
             in_vain = max(question.recorded - _FEW_KINDS, answer.recorded - _FEW_KINDS, 0)
             return answer.calls > 1 << min(in_vain, _MOST_DOUBLINGS)
-        return question.in_a_row <= _DIFFERENT_IN_A_ROW
+        return question.in_a_row <= _DIFFERENT_IN_A_ROW and not question.never_returns
 
     def is_new(self, key: Hashable, miss: Miss) -> bool:
         """Whether no call has been left eager for this question before."""
         question = self._question(key, miss.question)
         was_told, question.is_told = question.is_told, True
+        return not was_told
+
+    def never_returns(self, key: Hashable, question: str) -> bool:
+        """No answer to this question comes twice; whether the user did not know."""
+        found = self._question(key, question)
+        was_told, found.is_told, found.never_returns = found.is_told, True, True
         return not was_told
 
     def recorded(self, key: Hashable, miss: Miss) -> None:
@@ -366,6 +374,7 @@ class Policy:
     allowance: what the ledger begins with; None: every call that no program covers is recorded. is_bounded: whether the
     ledger refuses anything. recording: what a recording that is kept costs, with all that must be done for its
     first replay.
+    records_all: whether `allowance` is None.
     calls, replays, replayed_kinds: those that nothing was asked about yet. A replay only notes them here, and whatever
     is asked next sees them first: a step that replays asks nothing.
     """
@@ -376,10 +385,10 @@ class Policy:
         is_bounded: bool = True,
         recording: float = RECORDING + BUILDING,
     ) -> None:
-        self._records_all, self._recording = allowance is None, recording
+        self.records_all, self._recording = allowance is None, recording
         begins_with = ALLOWANCE if allowance is None else allowance
-        self._ledger = Ledger(begins_with, is_bounded and not self._records_all)
-        self._kinds = Kinds(defers=not self._records_all)
+        self._ledger = Ledger(begins_with, is_bounded and not self.records_all)
+        self._kinds = Kinds(defers=not self.records_all)
         self._questions = Questions()
         self._rest = Rest()
         # The question for which a call was left eager, if the user does not know.
@@ -445,7 +454,7 @@ class Policy:
     def why_not_next(self) -> str | None:
         """Why the next call is not recorded, whatever it is, for messages; None: the ledger pays for it."""
         why = self.why_unpaid(self._recording)
-        return None if self._records_all or why is None else f"a recording costs {why}"
+        return None if self.records_all or why is None else f"a recording costs {why}"
 
     def why_unpaid(self, cost: float) -> str | None:
         """What is missing for something that costs as many eager steps; None: the next call can pay for it."""
@@ -459,7 +468,7 @@ class Policy:
 
         looked_slowly: whether all guards of a program were asked.
         """
-        if self._records_all:
+        if self.records_all:
             return True
         can_pay = self.can_record
         if miss is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from operator import methodcaller
 from typing import Any
@@ -116,6 +117,52 @@ def test_passes_keep_draws() -> None:
 
 
 # -- draws that decide -----------------------------------------------------------------------------
+
+
+def hashes(own: random.Random) -> None:
+    hash(own.random())
+
+
+def keys(own: random.Random) -> None:
+    {own.uniform(0.5, 1.5): 1}
+
+
+def converts(own: random.Random) -> None:
+    float(np.float32(own.gauss(0, 1)))
+
+
+@pytest.mark.parametrize("use", [hashes, keys, converts])
+def test_a_drawn_float_that_is_made_plain_is_known_at_its_first_recording(use: Any) -> None:
+    own = random.Random(0)
+
+    def step(x: Tensor) -> Tensor:
+        use(own)
+        return x.sin()
+
+    captured = fz.capture(step)
+    x = torch.ones(3)
+    with pytest.warns(fz.UncapturableWarning, match=r"`draw_1` at .*own.*, a text, a key or an"):
+        while not captured.stats.captures:
+            captured(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(200):
+            assert torch.equal(captured(x), x.sin())
+    assert (captured.stats.captures, captured.stats.replays) == (1, 0)
+
+
+def test_a_drawn_choice_may_return() -> None:
+    own, scales = random.Random(0), {0.5: 1.0, 0.25: 2.0}
+
+    def step(x: Tensor) -> Tensor:
+        return x * scales[own.choice([0.5, 0.25])]
+
+    captured = fz.capture(step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(40):
+            captured(torch.ones(3))
+    assert captured.stats.captures == 2 and captured.stats.replays > 20
 
 
 def branches(self: Trainer, x: Tensor) -> Tensor:
