@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -123,7 +122,13 @@ from functionalize.util.other_threads import reading_thread
 from functionalize.util.own_values import own_values
 from functionalize.util.process_groups import has_ranks
 from functionalize.util.text import counted, without_numbers
-from functionalize.util.turns import IMPATIENCE, MOST_DISTURBED, PATIENCE, TURNS
+from functionalize.util.turns import (
+    IMPATIENCE,
+    MOST_DISTURBED,
+    PATIENCE,
+    PATIENCE_OF_RANKS,
+    TURNS,
+)
 from functionalize.util.user_warning import warn_uncapturable
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.unread import ReadArguments, looks_at_frames
@@ -732,8 +737,9 @@ class CapturedStep:
         return Eager(f"a replay failed: {why}")
 
     def _turn_patience(self) -> float:
-        """How long this call waits for its turn. Ranks must all do the same in this call, so among ranks it waits."""
-        return math.inf if self.core.vote is not None or has_ranks() else self._patience
+        """How long this call waits for its turn. Ranks must all do the same in this call, so among ranks it is long."""
+        is_among_ranks = self._patience == PATIENCE and (self.core.vote is not None or has_ranks())
+        return PATIENCE_OF_RANKS if is_among_ranks else self._patience
 
     def _note_impatience(self) -> None:
         """Another thread waits inside its turn: the call has gone without one."""

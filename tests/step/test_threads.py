@@ -135,9 +135,12 @@ def test_an_error_ends_the_turn():
         assert torch.is_tensor(pool.submit(steps[0], BATCHES[0]).result(timeout=30))
 
 
-def test_steps_that_wait_for_each_other(monkeypatch):
+@pytest.mark.parametrize("has_ranks", [False, True])
+def test_steps_that_wait_for_each_other(has_ranks, monkeypatch):
     """A barrier in both steps: eager runs them, so the second call goes without a turn."""
-    monkeypatch.setattr("functionalize.step.captured_step.PATIENCE", 0.2)
+    name = "PATIENCE_OF_RANKS" if has_ranks else "PATIENCE"
+    monkeypatch.setattr(f"functionalize.step.captured_step.{name}", 0.2)
+    monkeypatch.setattr("functionalize.step.captured_step.has_ranks", lambda: has_ranks)
     gate, weights = threading.Barrier(2), [torch.ones(3), torch.ones(3)]
 
     def make(k):
