@@ -28,6 +28,13 @@ from functionalize.util.patching import Patch
 
 # Its class calls its base class with two more arguments, the tensors in closures, which Dynamo finds itself.
 _FLEX, _SEEN_BY_DYNAMO = "flex_attention", 7
+_BY_PRODUCT = "use torch.nn.functional.scaled_dot_product_attention with a mask"
+_INSTEAD = {
+    "cond": "use Python's `if` (`if x.sum().item() > 0:`)",
+    "while_loop": "use Python's `while` (`while x.sum().item() > 0:`)",
+    _FLEX: _BY_PRODUCT,
+    f"{_FLEX}_backward": _BY_PRODUCT,
+}
 
 
 def patches(checks: Callable[[], Iterator[Checks]], watched: Callable[[], bool]) -> Iterator[Patch]:
@@ -39,7 +46,8 @@ def patches(checks: Callable[[], Iterator[Checks]], watched: Callable[[], bool])
             return original(self, *args, **kwargs)
         for each in checks():
             each.refuse_here(
-                f"runs the higher-order op `{self._name}`, of which no program can be made"
+                f"runs the higher-order op `{self._name}`, of which no program can be made",
+                _INSTEAD.get(self._name, "use Python's `for` or `if`, or run it outside the step"),
             )
         with disable_current_modes():
             if backward_position() is not None:
@@ -61,7 +69,10 @@ def _unseen(
         if not watched():
             return original(*args, **kwargs)
         for each in checks():
-            each.refuse_here("traces code for TorchScript, of which no program can be made")
+            each.refuse_here(
+                "traces code for TorchScript, of which no program can be made",
+                "trace it outside the step",
+            )
         with disable_current_modes():
             return original(*args, **kwargs)
 

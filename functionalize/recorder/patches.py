@@ -377,7 +377,10 @@ def _watched_setting(original: Any, text: str, value: Any) -> Any:
         out = original(*args, **kwargs)
         if before is None or value(*args) != before:
             for checks in recorded_checks():
-                checks.refuse_here(f"changes torch's setting `{text}`, which ops of a replay read")
+                checks.refuse_here(
+                    f"changes torch's setting `{text}`, which ops of a replay read",
+                    "set it outside the step",
+                )
         return out
 
     setting.__doc__ = original.__doc__

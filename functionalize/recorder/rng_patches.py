@@ -52,7 +52,7 @@ def _while_recording(
         for recorder in active:
             if recorder.checks is not None:
                 what = f"{module}.{original.__name__}() is called inside the step"
-                recorder.checks.note_changes_each_time(what)
+                recorder.checks.note_changes_each_time(what, "call it outside the step")
         return original(*args, **kwargs)
 
     function.__name__, function.__doc__ = original.__name__, original.__doc__
