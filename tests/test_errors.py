@@ -366,7 +366,8 @@ def test_eager_failure() -> None:
 def test_sparse() -> None:
     assert message(errors.UnsupportedTensorError, read_empty, torch.eye(3).to_sparse()) == (
         "meets a tensor of type Tensor, layout torch.sparse_coo and size [3, 3], which has no storage of its "
-        "own: only strided tensors can be functionalized"
+        "own: only strided tensors can be functionalized. Compute with a dense tensor (`to_dense()`, "
+        "`to_padded_tensor()`, `dequantize()`) made outside the step"
     )
 
 

@@ -153,5 +153,8 @@ class _Call:
             recording.python_effects.append((repeated.effect, value))
             recording.checks.repeated.append(label)
         else:
-            text = f"{label}, which raises {type(error).__name__}: a replay would raise after the whole step"
+            raised = f"{label}, which raises {type(error).__name__}"
+            text = (
+                f"{raised}, and a replay would raise after the whole step: do so outside the step"
+            )
             recording.checks.note(text)

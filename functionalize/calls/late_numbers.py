@@ -14,21 +14,27 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from functionalize._compat.graphs import pytree
+from functionalize._compat.stacks import CapturedTraceback
 from functionalize.cost.categories import Category
 from functionalize.errors import UncapturableError
 from functionalize.ir.guards import NumberGuard
 from functionalize.ir.inputs import Call
 from functionalize.ir.scalars import Applied, ScalarInput, bottom_up, evaluated
 from functionalize.scalars.live_scalars import is_live
+from functionalize.util.user_stack import line_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LateNumber:
-    """The source of a number that a repeated call has set. what: for messages. now: reads it. after: the call."""
+    """The source of a number that a repeated call has set. what: for messages. now: reads it. after: the call.
+
+    read: the stack that has read it first, or has set it.
+    """
 
     what: str
     now: Callable[[], Any]
     after: Any = None
+    read: CapturedTraceback | None = None
     category: ClassVar[Category] = Category.OPTIMIZER_STATE
 
     def resolve(self, call: Call) -> Any:
@@ -127,11 +133,12 @@ def check_not_needed(sources: Iterable[Any], guards: Iterable[Any]) -> None:
 
     sources: of its inputs. guards: those before the graph.
     """
-    found = [(source.what, "") for source in sources if isinstance(source, LateNumber)]
+    late_sources = [source for source in sources if isinstance(source, LateNumber)]
+    found = [(source.what, f", {line_of(source.read)}") for source in late_sources]
     for guard in guards:
         if isinstance(guard, NumberGuard):
             late = filter(_is_late, _leaves(guard.expression))
-            found += [(leaf.source.what, f" {guard.where}") for leaf in late]
+            found += [(leaf.source.what, f", {guard.where}") for leaf in late]
     for what, where in found:
         raise UncapturableError(
             f"reads {what} after a call that sets it{where}: a replay makes that call at the end of the step, so "

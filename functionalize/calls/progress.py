@@ -152,7 +152,7 @@ def bar_patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, 
         for each in recorders():
             if each.checks.for_real and not each.checks.in_effect:
                 named = with_article(object.__getattribute__(bar, "__class__").__name__)
-                each.checks.refuse_here(f"{what} `{name}` of {named}, which a replay would not:")
+                each.checks.refuse_here(f"{what} `{name}` of {named}, which a replay would not")
 
     def read(self: Any, name: str) -> Any:
         value = object.__getattribute__(self, name)

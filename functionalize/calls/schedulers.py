@@ -24,6 +24,7 @@ import torch
 from torch.optim import lr_scheduler, swa_utils
 from torch.optim.lr_scheduler import LRScheduler
 
+from functionalize._compat.stacks import CapturedTraceback
 from functionalize.calls.call_arguments import ArgumentForm, CallArguments
 from functionalize.calls.call_log import CallRecorder, CallTarget
 from functionalize.calls.doors import Repeated
@@ -114,7 +115,7 @@ class SchedulerDoor:
         refused: str | None = hyperparameters.end_change("`scheduler.step()`", repeated.effect)
         reads = any(isinstance(each, torch.Tensor) for each in repeated.arguments.values)
         if recording.calls.quiet_ops and not reads:
-            return "it runs ops, whose tensors a replay has at the end of the step only"
+            return "it runs ops, whose tensors a replay has at the end of the step only; step it outside the step"
         return refused
 
 
@@ -230,13 +231,13 @@ def _assign(recording: CallRecorder, scheduler: LRScheduler, name: str, value: A
         or kind not in NUMBER_DTYPES
         or id(scheduler) in recording.calls.stepped
     ):
-        recording.checks.refuse_here(f"{effect.what}, which a replay would not:")
+        recording.checks.refuse_here(f"{effect.what}, which a replay would not")
         return
     recording.calls.targets.append(CallTarget(scheduler, effect.what))
     recording.calls.assigned[id(scheduler), name] = value
     if log is not None and not is_live(value):  # it may be another number at every call
         recording.checks.refuse_here(
-            f"{effect.what} to a number of its own, which a replay would not:"
+            f"{effect.what} to a number of its own, which a replay would not"
         )
     recording.python_effects.append((effect, value))
 
@@ -251,7 +252,8 @@ def _read(recording: CallRecorder, scheduler: LRScheduler, name: str, value: Any
         source: Any = SchedulerNumber(scheduler, name, index, type(number))
         if is_stepped:
             after = recording.python_effects[-1][0] if recording.python_effects else None
-            source = LateNumber(f"`{name}` of {kind}", source.now, after)
+            stack = CapturedTraceback.extract()
+            source = LateNumber(f"`{name}` of {kind}", source.now, after, stack)
         assert log is not None
         return as_live(log.from_source(source, f"scheduler.{name}", number))
 
@@ -268,7 +270,10 @@ def _read(recording: CallRecorder, scheduler: LRScheduler, name: str, value: Any
     ):
         return [live(each, i) for i, each in enumerate(value)]
     if name == "__dict__" or (is_stepped and log is not None and name != "optimizer"):
-        recording.checks.refuse_here(f"reads `{name}` of {kind}, which a replay steps after it:")
+        recording.checks.refuse_here(
+            f"reads `{name}` of {kind}, which a replay steps after it",
+            "read it before `scheduler.step()`, or outside the step",
+        )
     else:
         recording.calls.guard(SchedulerFact(scheduler, name, value))
     return value

@@ -54,7 +54,8 @@ from functionalize.recorder.op_kinds import (
 from functionalize.recorder.storage_table import StorageTable
 from functionalize.scalars.counted_sizes import CountedSizes, sizing_numbers
 from functionalize.scalars.live_scalars import plain
-from functionalize.util.user_stack import line_of, located
+from functionalize.util.packages import is_standard_file
+from functionalize.util.user_stack import line_of, located, user_frames
 
 aten = torch.ops.aten
 c10d, FUNCTIONAL = torch.ops.c10d, torch.ops._c10d_functional
@@ -63,6 +64,11 @@ _NOT_IN_A_PROGRAM = (
     UnsupportedTensorError,
     ForeignStorageError,
     UnorderedMutationError,
+)
+
+
+_OF_KNOWN_SIZE = (
+    "compute with a mask (`torch.where`), which needs no such size, or read it outside the step"
 )
 
 
@@ -200,8 +206,8 @@ class Checks:
                 fills = func.namespace != "aten" or is_mutating(func)
                 if used and not (fills or torch.Tag.nondeterministic_seeded in func.tags):
                     return (
-                        f"{func} reads a tensor that was made without contents and that no op filled "
-                        f"{line_of(record.traceback)}"
+                        f"{func} reads a tensor that was made without contents and that no op filled, "
+                        f"{line_of(record.traceback)}: fill it, or make it by torch.zeros"
                     )
                 blank -= used
         return None
@@ -217,9 +223,12 @@ class Checks:
         """Note that a thread that records nothing runs the backward of these, if the step has seen one of them."""
         tensors = (t for t in outputs if type(t) is Tensor)
         if any(self._storages.info_of(t) is not None for t in tensors):
-            thread, where = threading.current_thread().name, line_of(stack_here())
+            thread, stack = threading.current_thread().name, stack_here()
+            frames = user_frames(stack.summary() if stack is not None else [])
+            is_users = bool(frames) and not is_standard_file(frames[-1].filename)
+            where = f" {line_of(stack)}" if is_users else ""  # `Thread(target=loss.backward)`
             self.note(
-                f"its backward runs in another thread ({thread}) {where}: only ops of the thread that calls the step "
+                f"its backward runs in another thread ({thread}){where}: only ops of the thread that calls the step "
                 "are recorded: call backward() in that thread"
             )
 
@@ -238,10 +247,13 @@ class Checks:
             raise error from None
         self.note(str(error))
 
-    def refuse_here(self, what: str) -> None:
-        """Note, or raise on fakes, that the user's line does something that a program cannot represent."""
+    def refuse_here(self, what: str, instead: str = "do so outside the step") -> None:
+        """Note, or raise on fakes, that the user's line does something that a program cannot represent.
+
+        instead: what to do.
+        """
         where = line_of(CapturedTraceback.extract())
-        self.note_or_raise(UnsupportedOpError(f"the step {what} {where}"))
+        self.note_or_raise(UnsupportedOpError(f"the step {what}, {where}: {instead}"))
 
     def before(self, op: OpKind, record: OpRecord) -> None:
         """Before a random op runs: note a generator that was set without a record."""
@@ -307,19 +319,21 @@ class Checks:
     def unknown_sizes(self, recorder: Any) -> list[str]:
         """Why sizes that the step relies on are known neither before the graph runs nor when an op of it has run."""
         early = recorder.early_records()
-        texts = self.sizes.unknown(early)
+        texts = [f"{text}: {_OF_KNOWN_SIZE}" for text in self.sizes.unknown(early)]
         if _learns_late_integers(recorder, early):
             texts += [
                 f"{record.target} sends parts of different sizes {line_of(record.traceback)}, and the step relies on "
-                "an integer that it reads: replays of other ranks may send parts of other sizes"
+                "an integer that it reads; replays of other ranks may send parts of other sizes: pad the parts to one "
+                "size"
                 for record in recorder.records
                 if _is_uneven_exchange(record)
             ]
         return list(dict.fromkeys(texts))
 
-    def note_changes_each_time(self, what: str) -> None:
-        """Note a call whose result differs at every step; raise on fakes."""
-        text = f"{what} {line_of(CapturedTraceback.extract())}, which a replay cannot repeat"
+    def note_changes_each_time(self, what: str, instead: str) -> None:
+        """Note a call whose result differs at every step; raise on fakes. instead: what to do."""
+        where = line_of(CapturedTraceback.extract())
+        text = f"{what} {where}, which a replay cannot repeat: {instead}"
         if not self.for_real:
             raise UncapturableError(text)
         self.note(text)

@@ -156,7 +156,8 @@ class EagerFormulas:
             self.note(func, args[0], node)
             if func is _SLICE and node == _CUMPROD and mode.checks is not None:
                 mode.checks.refuse_here(
-                    "computes the gradient of `cumprod`, which rounds differently"
+                    "computes the gradient of `cumprod`, which rounds differently",
+                    "multiply by `*`, or use a newer torch",
                 )
             return NotImplemented
         if node not in _ALL:
@@ -207,7 +208,9 @@ class EagerFormulas:
             return NotImplemented
         if factors is None or product is None:  # torch has unpacked them by other ops
             if mode.checks is not None:
-                mode.checks.refuse_here("computes the gradient of a product by unknown ops")
+                mode.checks.refuse_here(
+                    "computes the gradient of a product by unknown ops", "multiply by `*`"
+                )
             return NotImplemented
         zeros = (factors == 0).sum().item()
         if zeros == 0:
@@ -224,7 +227,9 @@ def _asserted(mode: Any, func: Any, flag: Tensor, *message: str) -> Any:
     """None if the assertion holds; NotImplemented if the op raises."""
     if isinstance(flag, FakeTensor):
         if mode.checks is not None and not mode.checks.for_real:
-            mode.checks.refuse_here("asserts by data, which tensors without data cannot")
+            mode.checks.refuse_here(
+                "asserts by data, which tensors without data cannot", "remove the assertion"
+            )
         with disable_current_modes():
             return func(flag, *message)
     return None if flag.item() else NotImplemented
@@ -241,7 +246,8 @@ def _selected(mode: Any, mask: Tensor, gradient: Tensor, zero: Tensor) -> Any:
     if isinstance(gradient, FakeTensor) or torch.is_grad_enabled():
         if mode.checks is not None:
             mode.checks.refuse_here(
-                "computes the gradient of a tensor that `masked_fill` filled in"
+                "computes the gradient of a tensor that `masked_fill` filled in",
+                "use `torch.where(mask, value, x)`",
             )
         return NotImplemented
     return gradient.masked_select(mask)
@@ -292,8 +298,8 @@ def _check_caller(checks: Any) -> None:
     names = (*code.co_names, *code.co_varnames, *code.co_freevars)
     if any(id(known.get(name)) in _BOUND_BEFORE for name in names):
         checks.refuse_here(
-            "multiplies a batch of matrices by a function that was read before the recording, which rounds otherwise "
-            "there: call it as torch.matmul, or write `a @ b`"
+            "multiplies a batch of matrices by a function that was read before the recording, which rounds otherwise",
+            "call it as torch.matmul, or write `a @ b`",
         )
 
 
@@ -350,8 +356,8 @@ def _product(
         if any(x.is_leaf and x.requires_grad and _cast_of(x) is not None for x in args):
             for checks in recorded_checks():
                 checks.refuse_here(
-                    "multiplies a parameter by one matrix or several under autocast, which may have cast it before: "
-                    "cast it, or expand the one matrix"
+                    "multiplies a parameter by one matrix or several under autocast, which may have cast it before",
+                    "cast it, or expand the one matrix",
                 )
         return _by_bmm(*args)
 

@@ -66,7 +66,15 @@ Recordings = Callable[[], Iterable[Checks]]  # the checks of this thread's recor
 _AT_MOST_ONCE = (warnings.__file__, "<frozen importlib")
 _CACHED = type(functools.cache(len))
 _OURS = ("functionalize.",)
-_BENIGN = ("triton.", "torch._", "torch.distributed.", "torch.fx.", "torch.nn.", "torch.optim.")
+_BENIGN = (
+    "triton.",
+    "torch._",
+    "torch.utils._traceback.",
+    "torch.distributed.",
+    "torch.fx.",
+    "torch.nn.",
+    "torch.optim.",
+)
 _THIN = ("torch.cuda.", "torch.accelerator.")  # only ask the device
 _NOT_BENIGN = ("torch.distributed.checkpoint.", "torch.distributed.rpc.")
 

@@ -43,6 +43,9 @@ _MAKES = types.MappingProxyType(
 )
 
 
+_DENSE = "Compute with a dense tensor (`to_dense()`, `to_padded_tensor()`, `dequantize()`) made outside the step"
+
+
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     """The storage of a tensor; raises `UnsupportedTensorError` for one that has none."""
     try:
@@ -50,7 +53,8 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     except (NotImplementedError, RuntimeError) as error:
         raise UnsupportedTensorError(
             f"meets a tensor of type {type(tensor).__name__}, layout {tensor.layout} and size "
-            f"{list(tensor.shape)}, which has no storage of its own: only strided tensors can be functionalized"
+            f"{list(tensor.shape)}, which has no storage of its own: only strided tensors can be functionalized. "
+            f"{_DENSE}"
         ) from error
 
 
@@ -65,7 +69,8 @@ def check_plain(tensor: Tensor) -> None:
 def more_than_strided(what: str) -> UnsupportedTensorError:
     """The error for a quantised or nested tensor."""
     return UnsupportedTensorError(
-        f"{what}, which is more than a storage, a size and strides: only plain strided tensors can be functionalized"
+        f"{what}, which is more than a storage, a size and strides: only plain strided tensors can be functionalized. "
+        f"{_DENSE}"
     )
 
 

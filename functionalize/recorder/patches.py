@@ -405,7 +405,10 @@ def _watched_setting(original: Any, text: str, value: Any) -> Any:
         out = original(*args, **kwargs)
         if before is None or value(*args) != before:
             for checks in recorded_checks():
-                checks.refuse_here(f"changes torch's setting `{text}`, which ops of a replay read")
+                checks.refuse_here(
+                    f"changes torch's setting `{text}`, which ops of a replay read",
+                    "set it outside the step",
+                )
         return out
 
     setting.__doc__ = original.__doc__
@@ -441,7 +444,7 @@ def _while_recording(original: _Function, replacement: _Function | None, module:
         for recorder in active:
             if recorder.checks is not None:
                 what = f"{module}.{original.__name__}() is called inside the step"
-                recorder.checks.note_changes_each_time(what)
+                recorder.checks.note_changes_each_time(what, "call it outside the step")
         return original(*args, **kwargs)
 
     function.__name__, function.__doc__ = original.__name__, original.__doc__
@@ -593,6 +596,13 @@ def _with_factor(argument: Any, factor: float) -> Any:
 
 # Its class calls its base class with two more arguments, the tensors in closures, which Dynamo finds itself.
 _FLEX, _SEEN_BY_DYNAMO = "flex_attention", 7
+_BY_PRODUCT = "use torch.nn.functional.scaled_dot_product_attention with a mask"
+_INSTEAD = {
+    "cond": "use Python's `if` (`if x.sum().item() > 0:`)",
+    "while_loop": "use Python's `while` (`while x.sum().item() > 0:`)",
+    _FLEX: _BY_PRODUCT,
+    f"{_FLEX}_backward": _BY_PRODUCT,
+}
 
 
 def _tracer_patches() -> Iterator[Patch]:
@@ -603,7 +613,8 @@ def _tracer_patches() -> Iterator[Patch]:
             return original(self, *args, **kwargs)
         for each in recorded_checks():
             each.refuse_here(
-                f"runs the higher-order op `{self._name}`, of which no program can be made"
+                f"runs the higher-order op `{self._name}`, of which no program can be made",
+                _INSTEAD.get(self._name, "use Python's `for` or `if`, or run it outside the step"),
             )
         with disable_current_modes():
             if backward_position() is not None:
@@ -623,7 +634,10 @@ def _unseen(original: Any) -> Any:
         if not _watchers():
             return original(*args, **kwargs)
         for each in recorded_checks():
-            each.refuse_here("traces code for TorchScript, of which no program can be made")
+            each.refuse_here(
+                "traces code for TorchScript, of which no program can be made",
+                "trace it outside the step",
+            )
         with disable_current_modes():
             return original(*args, **kwargs)
 

@@ -39,7 +39,7 @@ from functionalize.ir.ops import OpRecord
 from functionalize.ir.scalars import Applied, LiveNumber, Read, ScalarInput, is_expression
 from functionalize.util.number_uses import is_internal_code, may_need_exact_number
 
-FOREIGN_NUMBER = "a number that another recording reads is used in this one"
+FOREIGN_NUMBER = "a number that another recording reads is used in this one: pass it to the inner step as a tensor"
 
 
 class Fact:

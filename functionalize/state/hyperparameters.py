@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from functionalize._compat.stacks import CapturedTraceback
 from functionalize.calls.late_numbers import LateNumber
 from functionalize.cost.categories import Category
 from functionalize.ir.inputs import Call
@@ -259,7 +260,7 @@ class Lifted:
                     if is_liftable(now) and is_liftable(was):
                         self.wanted.add((name, i, key))
                     else:
-                        refused = f"{by} sets `{name}` group {i}: {key}, which is no number"
+                        refused = f"{by} sets `{name}` group {i}: {key}, which is no number; step it outside the step"
         self._before = []
         return refused
 
@@ -293,7 +294,8 @@ def _late(log: ScalarLog, put: _Put, value: Any, effect: Any) -> Any:
             return value if index is None else value[index]
 
         what = f"`{put.key[0]}` group {put.key[1]}: {put.name}"
-        return as_live(log.from_source(LateNumber(what, now, effect), f"late_{put.name}", number))
+        late = LateNumber(what, now, effect, CapturedTraceback.extract())
+        return as_live(log.from_source(late, f"late_{put.name}", number))
 
     if isinstance(value, tuple):
         return tuple(one(v, i) for i, v in enumerate(value))

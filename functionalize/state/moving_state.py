@@ -54,7 +54,16 @@ from functionalize.state.storage_places import Places
 from functionalize.util.number_uses import any_needs_exact
 from functionalize.util.tensor_wrappers import address_of
 from functionalize.walk.code_uses import only_appended, stored_constants
-from functionalize.walk.fact_text import CARRIED, NUMBERS, Path, text_of
+from functionalize.walk.fact_text import (
+    CARRIED,
+    FEWER_ITEMS,
+    MORE_ITEMS,
+    NUMBERS,
+    OUTSIDE,
+    WRITE_INTO,
+    Path,
+    text_of,
+)
 from functionalize.walk.live_places import (
     LIVE_NUMBERS,
     NO_PLACES,
@@ -306,7 +315,7 @@ class MovingState:
         for (name, place), was, hint, now, address in found:
             if type(was) is weakref.ReferenceType and now is was():
                 if isinstance(now, Tensor) and address_of(now) != address:
-                    what = f"gives `{name}` another storage (`.data = ...` or `set_`)"
+                    what = f"gives `{name}` another storage (`.data = ...` or `set_`){WRITE_INTO}"
                     self.refusal = self.refusal or what
                 continue
             if now is was:
@@ -333,7 +342,7 @@ class MovingState:
         if was.is_same(now):
             if was.has_other_storages():
                 what = f"gives a tensor in `{name}` another storage (`.data = ...` or `set_`)"
-                self.refusal = self.refusal or what
+                self.refusal = self.refusal or what + WRITE_INTO
             return
         if (structure := structure_of(now)) != was.structure or not is_bundle(now):
             at, new, old = difference_in(name, was.structure, structure)
@@ -370,18 +379,24 @@ class MovingState:
     def _is_constant(self, name: str, now: Any) -> bool:
         return (type(now), repr(now)) in self._places.constants[name]
 
-    def _refuse(self, name: str, now: Any, was: Any) -> None:
+    def _refuse(self, name: str, now: Any, was: Any, advice: str = OUTSIDE) -> None:
         new = "gone" if is_absent(now) else _brief(now)
-        change = f"`{name}` is {new}, was {_brief(was)}"
+        change = f"`{name}` is {new}, was {_brief(was)}{advice}"
         self.refusal = self.refusal or f"changes Python state, which a replay would not: {change}"
 
     def _finish_list(self, name: str, place: Held, was: Any, items: list[Any]) -> None:
         now = content(place)
+        if now is not was and type(now) is list:
+            self.refusal = self.refusal or (
+                f"changes Python state, which a replay would not: `{name}` is another list, to which the step appends: "
+                f"make it with all its items (`[a, b]`), or keep one list and read it outside the step"
+            )
+            return
         if now is not was or type(now) is not list or len(now) < len(items):
-            self._refuse(name, now, items)
+            self._refuse(name, now, items, FEWER_ITEMS)
             return
         if any(a is not b for a, b in zip(now, items, strict=False)):
-            self._refuse(name, now, items)
+            self._refuse(name, now, items, MORE_ITEMS)
             return
         for at in range(len(items), len(now)):
             is_fresh = is_alone(Held(now, at))
@@ -389,7 +404,8 @@ class MovingState:
             if not is_fresh or not all(map(_is_repeatable, leaves)):
                 self.refusal = self.refusal or (
                     f"appends to `{name}` a {type(now[at]).__name__} that a replay cannot make again: `{name}` "
-                    f"is a list of {len(now)}, was a list of {len(items)}"
+                    f"is a list of {len(now)}, was a list of {len(items)}: append numbers and tensors, or tuples and "
+                    "dicts of these"
                 )
                 return
             self.effects.append((Appended(name, place), unflatten_result(leaves, spec)))

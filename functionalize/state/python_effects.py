@@ -62,7 +62,7 @@ def repeat(effects: Sequence[PythonEffect], call: Call, values: Sequence[Any]) -
 
 def unrepeated(effects: Sequence[tuple[PythonEffect, Any]]) -> str | None:
     """Text about the first of the effects, where a replay repeats none; None: there is none."""
-    return f"{effects[0][0].what}, which a replay would not" if effects else None
+    return f"{effects[0][0].what}, which a replay would not: do so outside" if effects else None
 
 
 def unrepeatable(effects: Sequence[PythonEffect], values: Sequence[Any]) -> str | None:
@@ -80,11 +80,12 @@ def check_leaves(
     leaves: Sequence[Any],
     roles: Sequence[OutputRole],
     was_there: Callable[[Tensor], bool],
+    origin: Callable[[str], str],
 ) -> None:
     """Raise `UncapturableError` for a tensor among the values that a replay makes otherwise.
 
     leaves, roles: of all that the program returns; the last ones are those of the values. was_there: whether a tensor
-    was in some place on entry.
+    was in some place on entry. origin: the lines that have an effect, by the text about it.
     """
     first = len(leaves)
     for effect, value in reversed(list(zip(effects, values, strict=True))):
@@ -96,10 +97,10 @@ def check_leaves(
             if was_there(leaf):
                 raise UncapturableError(
                     f"the step {effect.what} with a tensor that was in another place, which a replay cannot find again "
-                    "there: assign a copy"
+                    f"there: assign a copy{origin(effect.what)}"
                 )
             if leaf.requires_grad:
                 raise UncapturableError(
                     f"the step {effect.what} with a new tensor that requires a gradient, which that of a replay would "
-                    "not: detach it"
+                    f"not: detach it{origin(effect.what)}"
                 )

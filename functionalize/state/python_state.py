@@ -17,6 +17,7 @@ every call, which `ProgramCache` reports.
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
@@ -30,8 +31,10 @@ from functionalize.util.number_uses import any_needs_exact
 from functionalize.util.reading import values_of
 from functionalize.util.text import with_article
 from functionalize.util.unchanged import Unchanged
-from functionalize.walk.code_uses import lines_of_changes, lines_of_uses
+from functionalize.walk.code_uses import lines_of_changes, lines_of_methods, lines_of_uses
 from functionalize.walk.fact_text import (
+    KEPT_OBJECT,
+    OUTSIDE,
     Path,
     advice_on,
     change_text,
@@ -47,7 +50,23 @@ from functionalize.walk.surroundings import process_generators
 from functionalize.walk.unread import AttributeReads, is_of_library
 from functionalize.walk.walker import PythonState, note_optimizer, walked, walked_again
 
+_HOOKS = (
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+)
 _MOST_LINES = 3  # of the code that changes something, in a message
+_NAMES = re.compile(r"[^.\[\]'\"]+")  # of a path: `model.0.weight`, `args[0]['labels']`
+# What a message about a change says, and the attributes and methods by which code makes such a change.
+_CHANGING = (
+    ("another storage", ("data", "set_")),
+    ("sizes or strides", ("resize_", "unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_")),
+    ("a gradient", ("requires_grad", "requires_grad_")),
+    ("_hooks", (*_HOOKS, "remove")),
+    ("hooks on", (*_HOOKS, "register_hook", "register_post_accumulate_grad_hook", "remove")),
+    ("parameter groups", ("add_param_group",)),
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,16 +158,21 @@ class SurroundingsGuard:
         else:
             now = walked_again(self.fn, call.leaves, was, is_replay=False)
             moving, found = now.moving, _difference(was.facts, was.paths, now.facts, now.paths)
-            pairs = zip(now.facts, was.facts, strict=False)
-            advices = [advice_on(new) for new, old in pairs if new != old]
+            changes = zip(now.facts, was.facts, now.paths, strict=False)
+            advices = [
+                advice_on(new, old, now.owners.get(id(path[0])) if path else None)
+                for new, old, path in changes
+                if new != old
+            ]
             if found is not None and found.endswith("another object"):
-                advices = list(filter(None, advices))  # of what it holds
-            advice = next(iter(advices), "")
+                # What it holds may have more to say.
+                advices = [*(each for each in advices if each != OUTSIDE), KEPT_OBJECT]
+            advice = next(iter(advices), OUTSIDE)
         if found is None:
             for (name, before), (_, after) in zip(self.entries, _entries(was.roots), strict=True):
                 if before != after:
                     counts = f"{sum(after)} entries for {len(after)} parameters, was {sum(before)} for {len(before)}"
-                    found = f"`{name}.state` has {counts}"
+                    found, advice = f"`{name}.state` has {counts}", OUTSIDE
         if found is not None:
             return f"changes Python state, which a replay would not: {found}{advice}"
         own = {((), name): (generator, None) for name, generator in drawn_from()}
@@ -171,16 +195,17 @@ class SurroundingsGuard:
         """Why no replay can compare the state, or None."""
         if not self.state.opaque:
             return None
+        name = self.state.opaque[0].split("`")[1]
         more = f" and {len(self.state.opaque) - 1} more" if len(self.state.opaque) > 1 else ""
         return (
             f"reaches {self.state.opaque[0]}{more}, which may hold state that cannot be seen: pass what the step "
-            "needs of it as an argument"
+            f"needs of it as an argument{self.origin(name)}"
         )
 
-    def origin(self, name: str) -> str:
+    def origin(self, name: str, change: str = "") -> str:
         """Whose `name` is, a path as text, and the lines of the step's code that change it; for a message.
 
-        Of a generator or an iterator: the lines that use it.
+        Where no line does: those that use it. change: the text about the change.
         """
         state, last = self.state, name.rpartition(".")[2]
         paths = [p for p in (*state.paths, *state.moving_paths) if p and text_of(p) == name]
@@ -188,13 +213,27 @@ class SurroundingsGuard:
         owner = next((each for each in owners if each is not None), None)
         is_named = owner is not None and owner not in (types.FunctionType, types.MethodType)
         text = f"\n  `{last}` of {with_article(owner.__name__)}" if owner and is_named else ""
-        lines = lines_of_changes(state.names.codes, last)
-        if not lines and last.isdigit():
-            lines = lines_of_changes(state.names.codes, name.rpartition(".")[0].rpartition(".")[2])
-        found = "changed"
-        if not lines and any(text_of(path) == name for path in state.moving_paths):
-            lines, found = lines_of_uses(state.names.codes, last), "used"
+        is_moved = any(text_of(path) == name for path in state.moving_paths)
+        found, lines = self._lines(name, change, is_moved)
         return text + "".join(f"\n  {found} at {line}" for line in lines[:_MOST_LINES])
+
+    def _lines(self, name: str, change: str, is_moved: bool) -> tuple[str, list[str]]:
+        """ "changed" or "used", and the lines that do so. is_moved: whether reads move it."""
+        codes, (first, *rest) = self.state.names.codes, _NAMES.findall(name) or [name]
+        last, *holders = [each for each in reversed(rest) if not each.isdigit()] or [first]
+        if lines := lines_of_changes(codes, last):
+            return "changed", lines
+        if is_moved and (lines := lines_of_uses(codes, last)):
+            return "used", lines
+        methods = {each for text, names in _CHANGING if text in change for each in names}
+        if lines := lines_of_methods(codes, methods):
+            return "changed", lines
+        for holder in holders:
+            if lines := lines_of_changes(codes, holder):
+                return "changed", lines
+        # The first name may be `self`, which too many lines use.
+        used = (lines_of_uses(codes, each) for each in (last, *holders, first))
+        return "used", next((each for each in used if 0 < len(each) <= _MOST_LINES), [])
 
     def portable(self) -> list[list[str]]:
         """Pairs of path and fact, as texts that are comparable between processes."""

@@ -393,7 +393,7 @@ def check_writable(name: str, slot: Slot, call: Call) -> None:
         slot.assign(call, slot.resolve(call))
     except (AttributeError, RuntimeError, TypeError) as error:
         raise UncapturableError(
-            f"leaves a gradient in `{name}`, which a replay cannot assign: {error}"
+            f"leaves a gradient in `{name}`, which a replay cannot assign ({error}): set it to None in the step"
         ) from error
 
 

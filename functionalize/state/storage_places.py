@@ -36,7 +36,7 @@ from functionalize.state.sources import (
     slots,
 )
 from functionalize.util.tensor_wrappers import address_of, is_no_wrapper
-from functionalize.walk.fact_text import CARRIED
+from functionalize.walk.fact_text import CARRIED, OUTSIDE, WRITE_INTO
 from functionalize.walk.live_places import NO_PLACES, LivePlaces, content
 from functionalize.walk.parts import Held, MovedPlace, inner_places
 from functionalize.walk.roots import Roots
@@ -68,17 +68,20 @@ class FixedTensor(NamedTuple):
             if self.source.resolve(call) is not self.tensor:
                 return f"assigns another tensor to `{self.name}`{self._advice()}"
         except (LookupError, AttributeError):
-            return f"removes `{self.name}`"
+            return f"removes `{self.name}`{OUTSIDE}"
         if address_of(self.tensor) != self.address:
-            return f"gives `{self.name}` another storage (`.data = ...` or `set_`)"
+            return f"gives `{self.name}` another storage (`.data = ...` or `set_`){WRITE_INTO}"
         if _layout(self.tensor) != self.layout:
-            return f"gives `{self.name}` other sizes or strides in place (`resize_`, `unsqueeze_`, `t_`)"
+            return (
+                f"gives `{self.name}` other sizes or strides in place (`resize_`, `unsqueeze_`, `t_`): make another "
+                "tensor (`x = x.unsqueeze(0)`)"
+            )
         return None
 
     def _advice(self) -> str:
         place = self.source.container if isinstance(self.source, Held) else None
         is_of_list = isinstance(place, Held) and type(content(place)) is list
-        return CARRIED if is_of_list else ""
+        return CARRIED if is_of_list else WRITE_INTO
 
 
 def fixed_inside(roots: Roots, swapped: Container[Any], live: LivePlaces) -> Iterator[FixedTensor]:

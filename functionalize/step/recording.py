@@ -62,12 +62,14 @@ from functionalize.state.sources import Gradient
 from functionalize.step.step_state import EntryState, ExitState, kept_objects, state_around
 from functionalize.util.tensor_wrappers import address_of, plain_tensors
 from functionalize.util.user_stack import line_of
+from functionalize.walk.code_uses import lines_of_returns
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.parts import Held, Is
 from functionalize.walk.roots import Roots
 
 _NAMED = re.compile(r"`([^`]+)`(?: has (?:\w+) = )?")
 _MOST_SEEN = 64
+_MOST_REASONS = 3  # in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +191,16 @@ class StepRecording:
 
     def refusal(self) -> str | None:
         """Why the step cannot be captured, whatever later calls do; None if it can."""
+        fn = self.entry.python_state.fn
         reasons = [
-            *refusals(self.recorder, self.exit.leaves, self.entry.roots),
+            *refusals(self.recorder, self.exit.leaves, self.entry.roots, fn),
             self.recorder.checks.unknown_arguments() or self._clock(),
             self._unknown_target(),
         ]
-        return "; ".join(filter(None, dict.fromkeys(reasons))) or self.entry.python_state.refusal
+        found = list(filter(None, dict.fromkeys(reasons)))
+        more = len(found) - _MOST_REASONS
+        text = "; ".join(found[:_MOST_REASONS]) + (f"; and {more} more" if more > 0 else "")
+        return text or self.entry.python_state.refusal
 
     def _unknown_target(self) -> str | None:
         """Why a repeated call would not do what it does in eager, or None."""
@@ -243,14 +249,18 @@ class StepRecording:
         if previous is None or not previous.outliving:
             where = self._where(lambda r: self.outliving[0].serial in r.meta.get("born", ()))
             return (
-                f"makes {len(self.outliving)} storages that outlive it\n  the first made by {where}"
+                f"makes {len(self.outliving)} storages that outlive it: return these tensors, or keep them in "
+                f"attributes\n  the first made by {where}"
             )
         outside = (e for e in recorder.storages.externals if e.ref.storage in self._used)
         read = next((e for e in outside if e.info.address in previous.outliving), None)
         if read is None:
             return None
         where = self._where(lambda r: any(x == read.ref for x in refs_in(r.args)))
-        return f"reads what the step before had made and kept\n  first used by {where}"
+        return (
+            "reads what the step before had made and kept: keep it in an attribute, or pass it as an argument"
+            f"\n  first used by {where}"
+        )
 
     def changed_again(self) -> str | None:
         """The change that a replay would not repeat, if the recording before has changed the same; with its lines."""
@@ -261,14 +271,25 @@ class StepRecording:
                 whats = ", ".join(dict.fromkeys(e.what for e in self.exit.python_effects))
                 return (
                     f"{whats}: with a number of its own at every call that it reads from no tensor and no guarded "
-                    "state (a clock?), which a replay cannot know"
+                    "state (a clock?), which a replay cannot know: pass the number as an argument"
+                    f"{self._origin(whats)}"
                 )
         found, hyper = _NAMED.findall(changed or "")[:1], self.recorder.calls.hyperparameters
         if changed is None or previous is None or not found or tuple(found) != previous.changed:
             return None
         if hyper is not None and hyper.wanted:  # these are live in the next recording
             return None
-        return changed + self.entry.python_state.origin(found[0])
+        return changed + self._origin(changed)
+
+    def unsettled(self, reason: str) -> str:
+        """The reason why a recording is not kept, with the lines of a change."""
+        is_change = self.exit.changed is not None
+        return reason + self._origin(reason) if is_change else reason
+
+    def _origin(self, change: str) -> str:
+        """The lines that make a change, after the text about it."""
+        found = _NAMED.findall(change)[:1]
+        return self.entry.python_state.origin(found[0], change) if found else ""
 
     def _where(self, wanted: Callable[[OpRecord], bool]) -> str:
         for record in self.recorder.records:
@@ -290,7 +311,12 @@ class StepRecording:
             places=kept_objects(self.recorder, self.entry, self.exit),
         )
         check_leaves(
-            self.exit.python_effects, self.exit.values, self.exit.leaves, roles, self._was_there
+            self.exit.python_effects,
+            self.exit.values,
+            self.exit.leaves,
+            roles,
+            self._was_there,
+            self._origin,
         )
         outputs = self._copying(roles)
         epilogue = builder.epilogue()
@@ -370,18 +396,30 @@ class StepRecording:
                 yield TensorInput(external.info.name, external.ref, Captured(external.tensor))
 
 
-def refusals(recorder: Recorder, leaves: Sequence[Any], roots: Roots) -> list[str]:
-    """Why no program repeats what was recorded. leaves: of the result."""
+def refusals(
+    recorder: Recorder,
+    leaves: Sequence[Any],
+    roots: Roots,
+    fn: Callable[..., Any] | None = None,
+) -> list[str]:
+    """Why no program repeats what was recorded. leaves: of the result of `fn`, if it has one."""
     checks = recorder.checks
     checks.check_generators(lambda: "after its last random op")
     reasons = [
         *checks.unrepeatable,
         *checks.unknown_sizes(recorder),
         checks.unwritten(recorder.records),
-        hidden(leaves),
+        unreturnable + returned_at(fn) if (unreturnable := hidden(leaves)) else None,
         why_not_here(list(roots.modules.values())),
     ]
     return [text for text in reasons if text]
+
+
+def returned_at(fn: Callable[..., Any] | None) -> str:
+    """The lines at which a function returns, for a message."""
+    code = getattr(getattr(fn, "forward", fn), "__code__", None)
+    lines = lines_of_returns(code) if isinstance(code, types.CodeType) else []
+    return "".join(f"\n  returned at {line}" for line in lines[:_MOST_REASONS])
 
 
 def awaits_live_numbers(recorder: Recorder, entry: EntryState) -> bool:

@@ -243,7 +243,7 @@ def judge(
         calls = sum(unkept.values()) + 1
         for_this = unkept.get(without_numbers(reason), 0) + 1
         if for_this >= MAX_WARMUPS or calls >= MOST_WARMUPS:
-            refusal = f"the step did not settle in {calls} calls: {reason}"
+            refusal = f"the step did not settle in {calls} calls: {recording.unsettled(reason)}"
     if refusal is not None:
         return Refused(UncapturableError(refusal))
     return Steady(recording) if reason is None else WarmUp(recording.summary, reason)

@@ -66,6 +66,7 @@ from functionalize.state.storage_places import (
 from functionalize.util.reading import is_a
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.walk.code_uses import is_only_stored
+from functionalize.walk.fact_text import OUTSIDE
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.parts import Held, MovedPlace
 from functionalize.walk.roots import Roots
@@ -258,7 +259,7 @@ class EntryState:
         failures = (fact.failure(call) for fact in facts)
         failure = next((f for f in failures if f), None)
         return (
-            f"changes what it is guarded by: {failure}"
+            f"changes what it is guarded by: {failure}{OUTSIDE}"
             if failure
             else self.python_state.change(call, explained)
         )

@@ -166,7 +166,8 @@ class JointRun:
         log, changed = self.recorder.scalar_log, self.end.exit.changed or self.changed
         if log is not None and changed is None and outliving(log, self.end.exit.leaves):
             changed = (
-                "keeps a number that it reads from a tensor, where a replay would leave the old one"
+                "keeps a number that it reads from a tensor, where a replay would leave the old one: "
+                "return the tensor"
             )
         return JointRecording(self, ExitState.now(self.later, self.gradients), changed)
 
@@ -201,13 +202,14 @@ class JointRecording(StepRecording):
         self.expected, self.effects = expected, effects
 
     def refusal(self) -> str | None:
-        forward = self.end.exit.python_effects
-        schedules = next((e for e in forward if isinstance(e, SCHEDULING)), None)
-        backward = [effect for effect, _ in self.recorder.python_effects[len(forward) :]]
+        exit = self.end.exit
+        forward = list(zip(exit.python_effects, exit.values, strict=True))
+        schedules = next((each for each in forward if isinstance(each[0], SCHEDULING)), None)
+        backward = self.recorder.python_effects[len(forward) :]
         if schedules is not None or backward:
-            what, half = (backward[0], "its backward") if schedules is None else (schedules, "it")
+            found, half = (backward[0], "its backward") if schedules is None else (schedules, "it")
             advice = "do it outside, or capture the whole step"
-            return f"{what.what}, which {half} does not repeat (`backward=True`): {advice}"
+            return f"{_text(*found)}, which {half} does not repeat (`backward=True`): {advice}"
         return super().refusal()
 
     def pair(self, in_spec: pytree.TreeSpec, keep: Collection[str] = ()) -> Pair:
@@ -228,7 +230,7 @@ class JointRecording(StepRecording):
         kept = kept_objects(recorder, end.entry, end.exit)
         forward_half = builder.half(end.exit.leaves, end.entry.leaves, end.unsharded, kept)
         outputs = end.exit.python_effects, end.exit.values, end.exit.leaves, forward_half.outputs
-        check_leaves(*outputs, self._was_there)
+        check_leaves(*outputs, self._was_there, self._origin)
         text, sources = builder.summary()
         builder.begin_backward(end.unsharded)
         builder.add_inputs(list(self._named_inputs(builder, rest)))
@@ -370,3 +372,9 @@ def _geometry_fields(value: Any) -> dict[str, Any]:
         return {}
     geometry = geometry_of(value)._replace(offset=0)
     return {"geometry": geometry, "nbytes": geometry.end, "device": value.device}
+
+
+def _text(effect: Any, value: Any) -> str:
+    """What an effect does; of a call that is made again, its line as well."""
+    is_call = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str)
+    return value[0] if is_call else str(effect.what)

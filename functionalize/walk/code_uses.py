@@ -5,6 +5,8 @@
     only_appended(codes, "history", True)     the same for `self.history["loss"].append(x)`
     lines_of_changes(codes, "n")       ["train.py:12, in step: self.n += 1"]
     lines_of_uses(codes, "rng")        ["train.py:13, in step: x = x * self.rng.random()"]
+    lines_of_methods(codes, {"data"})  ["train.py:14, in step: p.data = new"]
+    lines_of_returns(code)             ["train.py:15, in step: return loss"]
     stored_constants(codes, "n")       {(int, "0")} for `self.n = 0`
     assigned_constant(frame)           (int, "0") while `self.n = 0` runs in it
 
@@ -17,7 +19,7 @@ import dis
 import functools
 import linecache
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from functionalize.walk.code_names import codes_of
@@ -29,6 +31,8 @@ _STORES = frozenset(
 _NO_READ = frozenset({"STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "LOAD_CLOSURE", "MAKE_CELL"})
 _LOCAL = frozenset({"LOAD_FAST", "STORE_FAST", "DELETE_FAST", "LOAD_FAST_CHECK", "KW_NAMES"})
 _BETWEEN = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "COPY_FREE_VARS"})
+_CALLED = ("LOAD_METHOD", "LOAD_ATTR")
+_RETURNS = frozenset({"RETURN_VALUE", "RETURN_CONST"})
 _METHOD = "LOAD_METHOD" if "LOAD_METHOD" in dis.opmap else "LOAD_ATTR"
 _MOVERS = frozenset(
     {"append", "extend", "insert", "update", "setdefault", "pop", "popitem", "remove", "clear", "add"}
@@ -46,7 +50,11 @@ def _every(codes: Iterable[types.CodeType]) -> Iterator[types.CodeType]:
 
 
 def only_appended(codes: Iterable[types.CodeType], name: str, in_table: bool = False) -> bool:
-    """Whether code uses a name only in calls of its method `append`; in_table: of that of its entries."""
+    """Whether code uses a name only in calls of its method `append`; in_table: of that of its entries.
+
+    A name that code only assigns is none of these.
+    """
+    is_appended = False
     for code in _every(codes):
         steps = _steps(code)
         for at, step in enumerate(steps):
@@ -61,7 +69,8 @@ def only_appended(codes: Iterable[types.CodeType], name: str, in_table: bool = F
                 then = then[2:]
             if not then or then[0].opname != _METHOD or then[0].argval != "append":
                 return False
-    return True
+            is_appended = True
+    return is_appended
 
 
 def is_only_stored(codes: Iterable[types.CodeType], name: Any) -> bool:
@@ -86,16 +95,28 @@ def _is_entry(step: dis.Instruction) -> bool:
 
 
 def lines_of_changes(codes: Iterable[types.CodeType], name: str) -> list[str]:
-    """The lines that assign a name, or an entry of it, or call a method of it that changes containers."""
+    """The lines that assign a name, an entry or an attribute of it, or call a method of it that changes it in place."""
 
-    def is_change(step: dis.Instruction, then: object, on_line: set[str]) -> bool:
-        return (
-            (step.opname in _STORES and step.argval == name)
-            or (step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") and name in on_line)
-            or (step.argval == name and then in _MOVERS)
-        )
+    def is_change(step: dis.Instruction, then: dis.Instruction | None, on_line: set[str]) -> bool:
+        if step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR"):
+            return name in on_line
+        if step.argval != name:
+            return step.argval in _MOVERS and step.opname in _CALLED and name in on_line
+        return step.opname in _STORES or (then is not None and _changes_owner(then))
 
     return _lines(codes, is_change)
+
+
+def _changes_owner(step: dis.Instruction) -> bool:
+    """Whether an instruction assigns an attribute of what was loaded, or calls its `add_`, `append`, `step`."""
+    if step.opname in ("STORE_ATTR", "DELETE_ATTR"):
+        return True
+    called = step.argval if step.opname in _CALLED else None
+    return isinstance(called, str) and (called in _MOVERS or _is_in_place(called))
+
+
+def _is_in_place(method: str) -> bool:
+    return method.endswith("_") and not method.endswith("__")
 
 
 def lines_of_uses(codes: Iterable[types.CodeType], name: str) -> list[str]:
@@ -103,22 +124,46 @@ def lines_of_uses(codes: Iterable[types.CodeType], name: str) -> list[str]:
     return _lines(codes, lambda step, *_: step.argval == name and step.opname.startswith("LOAD_"))
 
 
+def lines_of_methods(codes: Iterable[types.CodeType], names: Container[str]) -> list[str]:
+    """The lines that assign an attribute, or call a method, of one of these names, of whatever object."""
+    return _lines(
+        codes,
+        lambda step, *_: (
+            step.opname in ("STORE_ATTR", *_CALLED)
+            and step.argval in names
+            and (step.opname == "STORE_ATTR" or step.argval != "data")
+        ),
+    )
+
+
+def lines_of_returns(code: types.CodeType) -> list[str]:
+    """The lines of one function that return its result."""
+    return _lines([code], lambda step, *_: step.opname in _RETURNS, nested=False)
+
+
 def _lines(
-    codes: Iterable[types.CodeType], wanted: Callable[[dis.Instruction, object, set[str]], bool]
+    codes: Iterable[types.CodeType],
+    wanted: Callable[[dis.Instruction, dis.Instruction | None, set[str]], bool],
+    nested: bool = True,
 ) -> list[str]:
-    """The lines with an instruction that is wanted. wanted: of it, the next argument, and the names on the line."""
+    """The lines with an instruction that is wanted. wanted: of it, the next one, and the names on the line.
+
+    nested: those of functions inside of these, too.
+    """
     found: dict[str, None] = {}
-    for code in _every(codes):
-        steps, line = _steps(code), code.co_firstlineno
-        on_line: set[str] = set()
-        for at, step in enumerate(steps):
+    for code in _every(codes) if nested else codes:
+        if code.co_filename == "<string>" and code.co_name.startswith("__"):
+            continue  # that a dataclass has generated
+        steps, lines, line = _steps(code), [], code.co_firstlineno
+        names: dict[int, set[str]] = {}
+        for step in steps:
             if step.starts_line is not None:
-                found_at = step.positions.lineno if step.positions is not None else None
-                line, on_line = found_at or line, set()
+                line = (step.positions.lineno if step.positions is not None else None) or line
+            lines.append(line)
             if isinstance(step.argval, str):
-                on_line.add(step.argval)
-            then = steps[at + 1].argval if at + 1 < len(steps) else None
-            if wanted(step, then, on_line):
+                names.setdefault(line, set()).add(step.argval)
+        for step, then, line in zip(steps, [*steps[1:], None], lines, strict=True):
+            if wanted(step, then, names.get(line, set())):
                 text = linecache.getline(code.co_filename, line).strip()
                 found[f"{code.co_filename}:{line}, in {code.co_name}: {text}"] = None
     return list(found)

@@ -35,6 +35,14 @@ CARRIED = (
     "(`self.h = h`)"
 )
 
+# What to do instead, at the end of messages.
+OUTSIDE = ": do so outside the step"
+MORE_ITEMS = ": append to it alone, and read it outside the step; a replay appends, too"
+FEWER_ITEMS = ": take items outside the step, and pass the step what it needs as an argument"
+KEPT_OBJECT = ": keep one object, and assign to its attributes or items"
+NEXT_OUTSIDE = ": call `next()` outside the step, and pass the step what it gives as an argument"
+WRITE_INTO = ": write into it (`with torch.no_grad(): tensor.copy_(new)`)"
+
 Path = tuple[Any, ...]  # (path of the holder, name there); () is the step itself
 
 
@@ -70,22 +78,35 @@ def _is_array(fact: Any) -> bool:
     )
 
 
-def advice_on(fact: Any) -> str:
-    """What to do about state that a step changes and a replay would not, if there is more to say than "do not"."""
+def advice_on(fact: Any, was: Any = None, owner: type | None = None) -> str:
+    """What to do about state that a step changes and a replay would not.
+
+    was: the fact before. owner: the type of the object that holds what has changed.
+    """
     if _is_array(fact):
         return ": keep it as a tensor (`torch.from_numpy(array)`), which a replay writes, too"
+    if owner is not None and issubclass(owner, Iterator):
+        return NEXT_OUTSIDE
+    if _is_list(fact) and _is_list(was):
+        return FEWER_ITEMS if fact[1] < was[1] else MORE_ITEMS
     advice: str = getattr(fact, "advice", "")
-    return advice
+    return advice or OUTSIDE
+
+
+def _is_list(fact: Any) -> bool:
+    """Whether a fact is the number of elements of a list, and more."""
+    is_counted = isinstance(fact, tuple) and len(fact) > 1 and isinstance(fact[0], type)
+    return is_counted and issubclass(fact[0], list) and isinstance(fact[1], int)
 
 
 def draws_text(name: str, mover: Any) -> str:
     """Why a step is refused that has moved an iterator, a generator or another object that only reads by moving."""
     text = f"draws from `{name}`, reads or writes it, which a replay would not"
     if isinstance(mover, Iterator):
-        return f"{text}: call `next()` outside the step, and pass the step what it gives as an argument"
+        return text + NEXT_OUTSIDE
     if hasattr(mover, "random") or hasattr(mover, "bit_generator") or mover is None:
         return f"{text}: draw outside the step, and pass the step what it gives as an argument"
-    return f"{text}: do so outside the step"
+    return text + OUTSIDE
 
 
 def is_live_kind(fact: Any) -> bool:

@@ -98,8 +98,8 @@ def shown(twin: Twin, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("after", "why"),
     [
-        (in_backward, "prints, which its backward does not repeat (`backward=True`)"),
-        (lambda loss, twin: twin.scheduler.step(), "steps a scheduler, which it does not repeat"),
+        (in_backward, "which its backward does not repeat (`backward=True`)"),
+        (lambda loss, twin: twin.scheduler.step(), "which it does not repeat"),
         (decays, "sets `optimizer` group 0: lr, which a replay would not"),
         (keeps, "last` is a number that the step reads from a tensor, was"),
         (

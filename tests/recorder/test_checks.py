@@ -36,7 +36,7 @@ def test_what_only_a_program_cannot_hold_is_raised_where_nothing_runs_for_real()
     with pytest.raises(ForeignStorageError):
         checks.note_or_raise(ForeignStorageError("resizes a storage"))
     with pytest.raises(UncapturableError, match=r"torch.seed.*which a replay cannot repeat"):
-        checks.note_changes_each_time("torch.seed() is called inside the step")
+        checks.note_changes_each_time("torch.seed() is called inside the step", "do so outside")
     checks.note_effect("prints", "at train.py:1")
     assert not checks.unrepeatable
 

@@ -449,7 +449,7 @@ def test_seeds_that_no_replay_can_repeat_are_refused_by_name(name: str) -> None:
 
     message = refusal(step)
     assert message.startswith(f"torch.{name}() is called inside the step at ")
-    assert message.endswith("which a replay cannot repeat")
+    assert message.endswith("which a replay cannot repeat: call it outside the step")
 
 
 @pytest.mark.parametrize("draws", [True, False])

@@ -353,7 +353,7 @@ def test_a_number_of_a_recording_around_this_one_is_refused() -> None:
         with Recorder(ignore_fake=True, live=True) as recorder:
             torch.ones(2) * number
     assert recorder.checks.unrepeatable == [
-        "a number that another recording reads is used in this one"
+        "a number that another recording reads is used in this one: pass it to the inner step as a tensor"
     ]
 
 

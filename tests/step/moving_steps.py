@@ -804,7 +804,7 @@ def lists_by_a_variable_key(w: World) -> Step:
 
 
 @refused(
-    r"`w.losses` is a list of 2, was a list of 1\n  `losses` of a World\n  changed at .*w.losses.append"
+    r"`w.losses` is a list of 2, was a list of 1: append.*\n  `losses` of a World\n  changed at .*w.losses.append"
 )
 def list_that_is_read(w: World) -> Step:
     w.losses = []
@@ -1023,7 +1023,9 @@ class Steps(int):
     pass
 
 
-@refused(r"`w.n` is the Steps 2, was the Steps 1\n  `n` of a World\n  changed at .*w.n = Steps")
+@refused(
+    r"`w.n` is the Steps 2, was the Steps 1: do so outside the step\n  `n` of a World\n  changed at .*w.n = Steps"
+)
 def subclass_of_int(w: World) -> Step:
     w.n = Steps(0)
 
@@ -1072,7 +1074,8 @@ def element_of_a_tuple(w: World) -> Step:
 
 
 @refused(
-    r"`w.meter` is another object\n  `meter` of a World\n  changed at .*w.meter = Average", at=3
+    r"`w.meter` is another object: keep one object.*\n  `meter` of a World\n  changed at .*w.meter = Average",
+    at=3,
 )
 def meter_that_is_made_anew(w: World) -> Step:
     w.meter = AverageMeter()
@@ -1087,7 +1090,7 @@ def meter_that_is_made_anew(w: World) -> Step:
 
 
 @refused(
-    r"`w.history` is a list of 2, was a list of 1\n  `history` of a World\n  changed at .*w.history = "
+    r"`w.history` is a list of 2, was a list of 1: append.*\n  `history` of a World\n  changed at .*w.history = "
 )
 def list_that_is_extended_by_another(w: World) -> Step:
     w.history = []
@@ -1098,7 +1101,10 @@ def list_that_is_extended_by_another(w: World) -> Step:
     return step
 
 
-@refused(r"`w.recent` is another object\n  `recent` of a World\n  changed at .*w.recent = ", at=3)
+@refused(
+    r"`w.recent` is another object: keep one object.*\n  `recent` of a World\n  changed at .*w.recent = ",
+    at=3,
+)
 def last_losses(w: World) -> Step:
     w.recent = [0.0, 0.0, 0.0]
 

@@ -264,7 +264,8 @@ def test_a_captured_forward_refuses_to_move_state_with_the_line() -> None:
 
     captured = fz.capture(forward, backward=True, on_uncapturable="raise")
     with pytest.raises(
-        UncapturableError, match=r"`w.n` is 2, was 1\n  `n` of a World\n  changed at .*w.n \+= 1"
+        UncapturableError,
+        match=r"`w.n` is 2, was 1: do so outside.*\n  `n` of a World\n  changed at .*w.n \+= 1",
     ):
         for i in range(3):
             captured(batch(i)).backward()
