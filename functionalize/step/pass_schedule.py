@@ -5,8 +5,9 @@
     schedule.optimise(key, cached)         the passes of a program, which run once for all sizes of its class
 
 A program is recorded when the ledger pays for that, and its passes run when the next call has found it, if the ledger
-pays for them; until then its calls run eagerly. Programs of calls that differ in sizes are replayed before their
-passes, unless they need more memory than eager without: these wait until replays have returned what passes cost, too.
+pays for them. Until then it is replayed without them, which pays for them, or, if it needs more memory than eager
+without them, its calls run eagerly. Programs of calls that differ in sizes are replayed until replays have returned
+what the passes cost.
 Where ranks compare what passes make, and in reports, passes run when a recording is kept, which costs as much more.
 Invariant: the passes change which bytes and how much time a replay takes, never what is compared.
 """
@@ -63,11 +64,13 @@ class PassSchedule:
         wants_sizes: whether programs of other sizes may be made of it.
         """
         options = self._core.options
+        must_pass = options.compares and bool(collectives(recorded))
+        replays = needs_no_copies(recorded) and not must_pass
         if self.may_share(wants_sizes):
-            must_pass = options.compares and bool(collectives(recorded))
-            return True, needs_no_copies(recorded) and not must_pass
+            return True, replays
         is_compared = options.compares or options.memory
-        return options.rewrites and self._core.policy.kinds.defers and not is_compared, False
+        may_wait = options.rewrites and self._core.policy.kinds.defers and not is_compared
+        return may_wait, may_wait and replays
 
     def may_share(self, wants_sizes: bool) -> bool:
         """Whether the passes of a recorded program may run for all sizes of its class."""
@@ -97,7 +100,7 @@ class PassSchedule:
         if is_shared and group is not None and group.passed:
             return True
         times = _SIZES if is_shared else 1
-        if not cached.replays_before_passes:
+        if not cached.replays_before_passes or group is None:
             return self._core.policy.ledger.can_pay(times * self._core.options.passes_cost)
         replays = group.replays if is_shared and group is not None else cached.replays
         return self.is_worth(replays, times)

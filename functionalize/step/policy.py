@@ -34,8 +34,8 @@ from dataclasses import dataclass, field
 from functionalize.ir.guards import Miss
 
 # Eager steps beyond the one that the call would have taken.
-RECORDING = 5.5
-BUILDING = 4.5  # a program, and its code at the first replay
+RECORDING = 3.5
+BUILDING = 6.5  # a program of a recording, and its code at the first replay
 PASS = 1.4  # one pass over a program, with its share of the metadata and of `verify`
 AUDIT = 7.0
 COMPARISON = 4.0  # a first call of a predicted program that is compared

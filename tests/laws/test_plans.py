@@ -121,10 +121,10 @@ class Model:
                 return EAGER
             kind.recorded[case.number] += 1
             kind.recorded_in_a_row += 1
-        self.saved -= 5.5
+        self.saved -= 3.5
         kind.waits = True
         if not case.fails:
-            self.saved -= 4.5
+            self.saved -= 6.5
             kind.programs[case.number] = 0
         return RECORD
 
