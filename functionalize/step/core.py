@@ -43,7 +43,7 @@ _DIFFERS = (
 
 
 _NEVER = (
-    "{} runs eagerly where {} is drawn anew, as a replay could not know the number: let ops compute with it instead, "
+    "{} runs eagerly where {} is drawn anew at every call: let ops compute with it instead, "
     "leave out `float()`, a text, a key or an index that is made of it, or pass the number as an argument"
 )
 
