@@ -15,7 +15,8 @@ take the time all of these are smaller. So what a call may cost follows from the
 on all ranks with the same calls, and in every run. What replays return pays for recordings, up to a limit: a step that
 has replayed for a week and no longer settles must not cost hours.
 
-Options that ask for more work are outside of it: `allowance=None`, `dynamic=True`, `audit=n`, `memory=True`.
+Options that ask for more work are outside of it: `allowance=None`, `backward=True`, `dynamic=True`, `audit=n`,
+`memory=True`.
 
 Note [Questions]
 A guard asks a question (`off.id + 1`, `int(m.ptr)` in line 20), and recordings of one kind differ in its answer. An
