@@ -340,7 +340,7 @@ def read_only(attribute: str) -> list[str]:
 def test_a_slot_that_cannot_be_assigned_is_refused_before_a_replay() -> None:
     for said in run_on_ranks(read_only, "_partial_reduce_output"):
         assert len(said) == 2
-        assert "partial_reduce_output`, which a replay cannot assign: property" in said[0]
+        assert "partial_reduce_output`, which a replay cannot assign (property" in said[0]
 
 
 def test_grad_dtype_is_guarded() -> None:
