@@ -738,8 +738,9 @@ class CapturedStep:
 
     def _turn_patience(self) -> float:
         """How long this call waits for its turn. Ranks must all do the same in this call, so among ranks it is long."""
-        is_among_ranks = self._patience == PATIENCE and (self.core.vote is not None or has_ranks())
-        return PATIENCE_OF_RANKS if is_among_ranks else self._patience
+        has_waited = self._patience != PATIENCE
+        is_among_ranks = self.core.vote is not None or has_ranks()
+        return PATIENCE_OF_RANKS if is_among_ranks and not has_waited else self._patience
 
     def _note_impatience(self) -> None:
         """Another thread waits inside its turn: the call has gone without one."""

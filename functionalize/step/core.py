@@ -126,7 +126,8 @@ class StepCore:
         for guard in program.facts:
             if not (isinstance(guard, NumberGuard) and guard.never_holds):
                 continue
-            if self.policy.questions.never_returns(key, guard.question):
+            self.policy.questions.never_returns(key, guard.question)
+            if self.policy.questions.tell(key, guard.question):
                 warn_uncapturable(_NEVER.format(self.name, guard.question))
 
     def is_rare(self, key: Hashable) -> bool:

@@ -51,10 +51,13 @@ class PassSchedule:
 
     def apply(self, recorded: Program) -> Program:
         """The program of a recording after the passes."""
-        self._core.policy.ledger.pay(self._core.options.passes_cost)
-        program = self._core.options.applied(recorded)
+        program = self._applied(recorded)
         self.rewritten(recorded, program)
         return program
+
+    def _applied(self, recorded: Program) -> Program:
+        self._core.policy.ledger.pay(self._core.options.passes_cost)
+        return self._core.options.applied(recorded)
 
     # -- when ------------------------------------------------------------------------------------
 
@@ -95,22 +98,26 @@ class PassSchedule:
         return True
 
     def _is_due(self, cached: CachedProgram) -> bool:
-        group = cached.group
-        is_shared = self._is_shared(cached)
-        if is_shared and group is not None and group.passed:
+        group, options = cached.group, self._core.options
+        may_be_ready = group is not None and bool(group.passed)
+        # Most often this is all that a replay before the passes takes.
+        if not may_be_ready and not self._core.policy.ledger.can_pay(options.passes_cost):
+            return False
+        sharing = self._sharing(cached)
+        if sharing is not None and sharing.passed:
             return True
-        times = _SIZES if is_shared else 1
+        times = 1 if sharing is None else _SIZES
         if not cached.replays_before_passes or group is None:
-            return self._core.policy.ledger.can_pay(times * self._core.options.passes_cost)
-        replays = group.replays if is_shared and group is not None else cached.replays
-        return self.is_worth(replays, times)
+            return self._core.policy.ledger.can_pay(times * options.passes_cost)
+        return self.is_worth(cached.replays if sharing is None else sharing.replays, times)
 
-    def _is_shared(self, cached: CachedProgram) -> bool:
-        """Whether the passes of the program's class would hold for it."""
+    def _sharing(self, cached: CachedProgram) -> LengthClass | None:
+        """The class of a program, if its passes would hold for the program."""
         group = cached.group
         if group is None or group.template is None or group.is_early or group.apart is not None:
-            return False
-        return group.shares_passes(group.sizes_of(shapes_of(self._core.cache.key_of(cached))))
+            return None
+        sizes = group.sizes_of(shapes_of(self._core.cache.key_of(cached)))
+        return group if group.shares_passes(sizes) else None
 
     def is_worth(self, replays: int, times: int = _SIZES) -> bool:
         """Whether the passes of a program that was replayed before them run now. times: how often they run."""
@@ -119,7 +126,7 @@ class PassSchedule:
 
     def why_waits(self, cached: CachedProgram) -> str | None:
         """What is missing for the passes of a program that waits for them, for messages; None: they run next."""
-        times = _SIZES if self._is_shared(cached) else 1
+        times = 1 if self._sharing(cached) is None else _SIZES
         return self._core.policy.why_unpaid(times * self._core.options.passes_cost)
 
     # -- run them --------------------------------------------------------------------------------
@@ -170,8 +177,7 @@ class PassSchedule:
             group.passed = []  # of a file
 
         def apply(program: Program) -> Program:
-            self._core.policy.ledger.pay(options.passes_cost)
-            passed = options.applied(program)
+            passed = self._applied(program)
             issued.append(options.issued(passed))
             return passed
 

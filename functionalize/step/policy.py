@@ -148,17 +148,15 @@ class Questions:
             return answer.calls > 1 << min(in_vain, _MOST_DOUBLINGS)
         return question.in_a_row <= _DIFFERENT_IN_A_ROW and not question.never_returns
 
-    def is_new(self, key: Hashable, miss: Miss) -> bool:
-        """Whether no call has been left eager for this question before."""
-        question = self._question(key, miss.question)
-        was_told, question.is_told = question.is_told, True
+    def tell(self, key: Hashable, question: str) -> bool:
+        """The user is told that calls run eagerly for a question; whether that is new."""
+        found = self._question(key, question)
+        was_told, found.is_told = found.is_told, True
         return not was_told
 
-    def never_returns(self, key: Hashable, question: str) -> bool:
-        """No answer to this question comes twice; whether the user did not know."""
-        found = self._question(key, question)
-        was_told, found.is_told, found.never_returns = found.is_told, True, True
-        return not was_told
+    def never_returns(self, key: Hashable, question: str) -> None:
+        """No answer to this question comes twice."""
+        self._question(key, question).never_returns = True
 
     def recorded(self, key: Hashable, miss: Miss) -> None:
         """The call just counted is recorded."""
@@ -199,10 +197,10 @@ class Kinds:
     """How often each kind of call came, its kind being its key in the cache; which kinds are recorded.
 
     A recording costs several eager steps, and only replays return that. So a new kind is recorded at once only while
-    no recorded kind waits for its first replay. Else it is recorded when it has come twice, and twice as
-    often for each kind that waits beyond two. So of lengths that never return one is recorded, and few of lengths that
-    return seldom. A kind whose program was evicted must come twice as often each time, so that more kinds than there
-    are places for are not recorded in turn. With `allowance=None` every kind is recorded at once.
+    no recorded kind waits for its first replay. Else it is recorded when it has come twice, and twice as often for each
+    kind that waits beyond two. So of lengths that never return one is recorded, and few of lengths that return seldom.
+    A kind whose program was evicted must come twice as often each time, so that more kinds than there are places for
+    are not recorded in turn. With `allowance=None` every kind is recorded at once.
     Invariant: memory is bounded; a kind that was not seen for `_KINDS_REMEMBERED` others counts from zero again.
     """
 
@@ -475,7 +473,7 @@ class Policy:
         if miss is not None:
             self.ledger.pay(LOOK if looked_slowly else QUICK_LOOK)
             if not self.questions.is_worth_recording(key, miss):
-                self.news = miss if self.questions.is_new(key, miss) else None
+                self.news = miss if self.questions.tell(key, miss.question) else None
                 return False
             if can_pay:
                 self.questions.recorded(key, miss)

@@ -31,9 +31,8 @@ from typing import Any
 from weakref import WeakSet
 
 PATIENCE = 5.0  # seconds for which the thread that has the turn may stand still: kernels take less
-PATIENCE_OF_RANKS = (
-    1800.0  # the same among ranks, which wait for each other: as long as torch's collectives wait
-)
+# The same among ranks, which wait for each other: as long as torch's collectives do.
+PATIENCE_OF_RANKS = 1800.0
 IMPATIENCE = 0.05  # the same, for a step that has once waited in vain
 MOST_DISTURBED = 3  # recordings of a step, which then runs eagerly where no program covers a call
 _LONGEST = 120.0  # seconds that a call waits in any case

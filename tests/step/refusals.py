@@ -87,11 +87,27 @@ class Owner:
         return self.model(x).square().sum()
 
 
+OUTSIDE = "do so outside the step"
 Step = Callable[[Owner, Tensor, Any], Any]
 
 
 def _half(owner: Owner) -> Any:
     return torch.tensor(0.5)
+
+
+def plain(o: Owner, x: Tensor, given: Any) -> Any:
+    """An edited step: the loss alone."""
+    return o.loss(x)
+
+
+def times_given(o: Owner, x: Tensor, given: Any) -> Any:
+    """An edited step: it computes with what it is passed."""
+    return o.loss(x) * given
+
+
+def detached(o: Owner, x: Tensor, given: Any) -> Any:
+    """An edited step: it returns a tensor, from which the loop reads."""
+    return o.loss(x).detach()
 
 
 @dataclass(frozen=True)

@@ -21,22 +21,17 @@ from torch import Tensor, nn
 import functionalize as fz
 from functionalize.errors import FunctionalizeError
 from tests.ranks import run_on_ranks
-from tests.step.refusals import Counted, Note, Owner, Row, check
-
-_OUTSIDE = "do so outside the step"
-
-
-def _plain(o: Owner, x: Tensor, given: Any) -> Any:
-    return o.loss(x)
-
-
-def _times_given(o: Owner, x: Tensor, given: Any) -> Any:
-    return o.loss(x) * given
-
-
-def _detached(o: Owner, x: Tensor, given: Any) -> Any:
-    return o.loss(x).detach()
-
+from tests.step.refusals import (
+    OUTSIDE,
+    Counted,
+    Note,
+    Owner,
+    Row,
+    check,
+    detached,
+    plain,
+    times_given,
+)
 
 # -- what moves when it is read --------------------------------------------------------------------
 
@@ -417,7 +412,7 @@ ROWS = (
         _next,
         r"draws from `o\.it`",
         r"call `next\(\)` outside the step, and pass the step what it gives as an argument",
-        _times_given,
+        times_given,
         lambda o: torch.tensor(next(o.it)),
         is_same=False,
     ),
@@ -433,7 +428,7 @@ ROWS = (
         _shuffled,
         r"draws from `o\.rng`",
         r"draw outside the step, and pass the step what it gives as an argument",
-        _times_given,
+        times_given,
         lambda o: torch.tensor(float(o.rng.permutation(4)[0])),
         is_same=False,
     ),
@@ -441,7 +436,7 @@ ROWS = (
         _shuffled_by_random,
         r"draws from `random`",
         r"draw outside the step",
-        _times_given,
+        times_given,
         _first_of_shuffled,
         is_same=False,
     ),
@@ -449,14 +444,14 @@ ROWS = (
         _drawn_by_numpy,
         r"draws from `numpy\.random`",
         r"draw outside the step",
-        _times_given,
+        times_given,
         lambda o: torch.tensor(float(np.random.rand(2)[0])),
         is_same=False,
     ),
     Row(
         _put_into_queue,
         r"`o\.queue` is the Queue \d, was the Queue \d",
-        _OUTSIDE,
+        OUTSIDE,
         _number,
         after=lambda o, found: o.queue.put(found),
     ),
@@ -471,7 +466,7 @@ ROWS = (
         _popped,
         r"`o\.todo` is a list of \d+, was a list of \d+",
         r"take items outside the step, and pass the step",
-        _times_given,
+        times_given,
         lambda o: torch.tensor(o.todo.pop()),
         is_same=False,
     ),
@@ -496,29 +491,29 @@ ROWS = (
     Row(
         _entry_of_dict,
         r"`o\.table` is a dict of 2, was a dict of 1",
-        _OUTSIDE,
+        OUTSIDE,
         _number,
         after=lambda o, found: o.table.update({len(o.table): found}),
     ),
     Row(
         _added_to_set,
         r"`o\.names` is a set of \d, was a set of \d",
-        _OUTSIDE,
+        OUTSIDE,
         _number,
         after=lambda o, found: o.names.add(found),
     ),
     Row(
         _recent,
         r"`o\.recent` is a deque of 2, was a deque of 1",
-        _OUTSIDE,
+        OUTSIDE,
         _number,
         after=lambda o, found: o.recent.append(found),
     ),
     Row(
         _text_grows,
         r"`o\.text` is '\.+', was '\.+'",
-        _OUTSIDE,
-        _plain,
+        OUTSIDE,
+        plain,
         after=lambda o, found: setattr(o, "text", f"{o.text}."),
     ),
     Row(
@@ -566,8 +561,8 @@ ROWS = (
     Row(
         _other_type,
         r"`o\.settled` is '', was 1\.0|`o\.settled` is 1\.0, was ''",
-        _OUTSIDE,
-        _plain,
+        OUTSIDE,
+        plain,
         after=lambda o, found: setattr(o, "settled", "" if o.settled else 1.0),
     ),
     Row(
@@ -582,8 +577,8 @@ ROWS = (
         r"keep one object, and assign to its attributes or items",
         _same_list,
     ),
-    Row(_module_anew, r"`o\.other` is another Linear", _OUTSIDE, _plain, is_same=False),
-    Row(_environment, r"os\.environ\.FUNCTIONALIZE_TEST` is '1+', was '1+'", _OUTSIDE, _plain),
+    Row(_module_anew, r"`o\.other` is another Linear", OUTSIDE, plain, is_same=False),
+    Row(_environment, r"os\.environ\.FUNCTIONALIZE_TEST` is '1+', was '1+'", OUTSIDE, plain),
     Row(
         _data_assigned,
         r"gives `model\.weight` another storage",
@@ -617,12 +612,12 @@ ROWS = (
     Row(
         _frozen,
         r"`model\.bias` (now|no longer) requires a gradient",
-        _OUTSIDE,
-        _detached,
+        OUTSIDE,
+        detached,
         after=lambda o, found: o.model.bias.requires_grad_(not o.model.bias.requires_grad),
     ),
-    Row(_hooked, r"`other` has _forward_hooks = ", _OUTSIDE, _not_hooked),
-    Row(_group_added, r"`optimizer` has \d parameter groups, had \d", _OUTSIDE, _plain),
+    Row(_hooked, r"`other` has _forward_hooks = ", OUTSIDE, _not_hooked),
+    Row(_group_added, r"`optimizer` has \d parameter groups, had \d", OUTSIDE, plain),
     Row(
         _popped_from_argument,
         r"takes `args\[1\]\['labels'\]` away",
@@ -648,7 +643,7 @@ ROWS = (
         _local_state,
         r"reaches `o\.local` \(a _local\), which may hold state that cannot be seen",
         r"pass what the step needs of it as an argument",
-        _times_given,
+        times_given,
         lambda o: torch.tensor(o.local.scale),
     ),
 )

@@ -22,22 +22,9 @@ from torch.linalg import svdvals
 
 import functionalize as fz
 from functionalize.errors import FunctionalizeError, UncapturableError
-from tests.step.refusals import Owner, Row, check
+from tests.step.refusals import OUTSIDE, Owner, Row, check, detached, plain, times_given
 
-_OUTSIDE = "do so outside the step"
 _FOLDER = Path(os.devnull)  # set by the test
-
-
-def _plain(o: Owner, x: Tensor, given: Any) -> Any:
-    return o.loss(x)
-
-
-def _times_given(o: Owner, x: Tensor, given: Any) -> Any:
-    return o.loss(x) * given
-
-
-def _detached(o: Owner, x: Tensor, given: Any) -> Any:
-    return o.loss(x).detach()
 
 
 def _number(o: Owner, x: Tensor, given: Any) -> Any:
@@ -545,65 +532,63 @@ def _returns_function(o: Owner, x: Tensor, given: Any) -> Any:
 _READ_OUTSIDE = r"which changes by itself and which a replay would not read: do so outside the step"
 
 ROWS = (
-    Row(_reads_clock, r"reads time\.time at", _READ_OUTSIDE, _times_given, is_same=False),
-    Row(_reads_date, r"reads datetime\.now at", _READ_OUTSIDE, _times_given, is_same=False),
+    Row(_reads_clock, r"reads time\.time at", _READ_OUTSIDE, times_given, is_same=False),
+    Row(_reads_date, r"reads datetime\.now at", _READ_OUTSIDE, times_given, is_same=False),
     Row(
-        _random_bytes, r"reads files, by os\.urandom at", _READ_OUTSIDE, _times_given, is_same=False
+        _random_bytes, r"reads files, by os\.urandom at", _READ_OUTSIDE, times_given, is_same=False
     ),
-    Row(_writes_file, r"writes to the file `.*log` at", _OUTSIDE, _number, after=_write),
+    Row(_writes_file, r"writes to the file `.*log` at", OUTSIDE, _number, after=_write),
     Row(
         _writes_stderr,
         r"writes to sys\.stderr at",
-        _OUTSIDE,
-        _plain,
+        OUTSIDE,
+        plain,
         after=lambda o, found: sys.stderr.write(""),
     ),
     Row(
         _saves,
         r"saves by torch\.save at",
-        _OUTSIDE,
-        _detached,
+        OUTSIDE,
+        detached,
         after=lambda o, found: torch.save(found, _FOLDER / "loss.pt"),
     ),
-    Row(_starts_thread, r"starts a thread at", _OUTSIDE, _plain),
-    Row(
-        _prints_object, r"prints a Note at", _OUTSIDE, _plain, after=lambda o, found: print(o.note)
-    ),
+    Row(_starts_thread, r"starts a thread at", OUTSIDE, plain),
+    Row(_prints_object, r"prints a Note at", OUTSIDE, plain, after=lambda o, found: print(o.note)),
     Row(
         _prints_time,
         r"prints at .*\n?.*its arguments may change by themselves, since the step reads time\.time",
-        _OUTSIDE,
-        _plain,
+        OUTSIDE,
+        plain,
         after=lambda o, found: print(time.time()),
     ),
     Row(
         _prints_to_file,
         r"prints to another stream than sys\.stdout and sys\.stderr at",
-        _OUTSIDE,
+        OUTSIDE,
         _number,
         after=_write,
     ),
     Row(
         _logs_then_raises,
         r"prints at .* which raises TypeError, and a replay would raise after the whole step",
-        _OUTSIDE,
-        _plain,
+        OUTSIDE,
+        plain,
     ),
     Row(
         _epoch,
         r"steps a scheduler with an epoch at",
-        _OUTSIDE,
+        OUTSIDE,
         _trains,
         after=lambda o, found: o.scheduler.step(3),
     ),
     Row(
         _sets_scheduler,
         r"sets `gamma` of a StepLR to a number of its own",
-        _OUTSIDE,
+        OUTSIDE,
         _trains,
         after=lambda o, found: setattr(o.scheduler, "gamma", 0.25),
     ),
-    Row(_new_scheduler, r"sets `step_size` of a StepLR", _OUTSIDE, _trains),
+    Row(_new_scheduler, r"sets `step_size` of a StepLR", OUTSIDE, _trains),
     Row(
         _reads_rate_after,
         r"reads `_last_lr` of a StepLR after a call that sets it",
@@ -632,7 +617,7 @@ ROWS = (
         _as_text,
         r"Python reads a tensor as text",
         r"return the tensor, and make the text outside the step",
-        _detached,
+        detached,
         after=lambda o, found: setattr(o, "text", str(found)),
     ),
     Row(
@@ -645,7 +630,7 @@ ROWS = (
         _pickled,
         r"Python reads a tensor by pickling it",
         r"return the tensor, and save it outside the step",
-        _detached,
+        detached,
         after=lambda o, found: pickle.dumps(found),
     ),
     Row(
@@ -662,12 +647,12 @@ ROWS = (
         r"torch\.manual_seed, .*: use these",
         _seeded,
     ),
-    Row(_seeds, r"torch\.seed\(\) is called inside the step", r"call it outside the step", _plain),
+    Row(_seeds, r"torch\.seed\(\) is called inside the step", r"call it outside the step", plain),
     Row(
         _initial_seed,
         r"torch\.initial_seed\(\) is called inside the step",
         r"call it outside the step",
-        _times_given,
+        times_given,
         lambda o: torch.tensor(torch.initial_seed() % 2),
     ),
     Row(
@@ -681,7 +666,7 @@ ROWS = (
         _sets_dtype,
         r"changes torch's setting `default_dtype`",
         r"set it outside the step",
-        _plain,
+        plain,
         is_same=False,
     ),
     Row(_by_cond, r"runs the higher-order op `cond`", r"use Python's `if`", _by_if),
@@ -699,15 +684,15 @@ ROWS = (
         _backward_detached,
         _history,
     ),
-    Row(_sparse, r"layout torch\.sparse_coo", r"Compute with a dense tensor", _plain),
+    Row(_sparse, r"layout torch\.sparse_coo", r"Compute with a dense tensor", plain),
     Row(
         _quantised,
         r"makes a quantised tensor",
         r"Compute with a dense tensor",
-        _plain,
+        plain,
         is_same=False,
     ),
-    Row(_nested, r"makes a nested tensor", r"Compute with a dense tensor", _plain),
+    Row(_nested, r"makes a nested tensor", r"Compute with a dense tensor", plain),
     Row(
         _unfilled,
         r"reads a tensor that was made without contents",
@@ -804,7 +789,7 @@ ROWS = (
         _returns_function,
         r"returns an object of type function that hides tensors",
         r"return the tensors",
-        _plain,
+        plain,
         has_line=False,
         is_same=False,
     ),
@@ -920,7 +905,7 @@ def test_an_optimizer_that_counts_in_python_steps_outside():
     with pytest.raises(UncapturableError, match=pattern) as found:
         for i in range(10):
             refused(torch.ones(3, 4) + i)
-    assert _OUTSIDE in str(found.value)
+    assert OUTSIDE in str(found.value)
     o, twin = Owner(), Owner()
     model = o.model  # of `o`, the state of its optimizers would be guarded, too
     captured = fz.capture(
