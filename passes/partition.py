@@ -28,7 +28,7 @@ from typing import ClassVar
 from torch import fx
 
 from functionalize.analysis.aliases import is_view
-from functionalize.analysis.dead_code import is_impure
+from functionalize.analysis.dead_code import keeps_its_place
 from functionalize.errors import PassError
 from functionalize.ir.phases import FORWARD, in_backward, phase_of
 from functionalize.ir.waits import WAIT
@@ -89,7 +89,7 @@ def _sides(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
         if (
             not node.all_input_nodes
             and node.users
-            and not is_impure(node)
+            and not keeps_its_place(node)
             and node.users.keys() <= late
         ):
             early.remove(node)

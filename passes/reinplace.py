@@ -37,7 +37,7 @@ import torch
 from torch import fx
 
 from functionalize.analysis.aliases import Aliases, results, results_of, storage_classes
-from functionalize.analysis.dead_code import is_impure, is_number
+from functionalize.analysis.dead_code import is_number, keeps_its_place
 from functionalize.analysis.inplace_forms import Write, fits, form_of, parts_of, writes_of
 from functionalize.ir.commit import commit
 from functionalize.ir.epilogue import Copy, Set
@@ -302,9 +302,12 @@ def _all_parts(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _before_commit(program: Program, slots: Sequence[Any]) -> dict[fx.Node, None]:
-    """The nodes that must precede `commit`, in graph order: all that may fail or wait, and their ancestors."""
+    """The nodes that must precede `commit`, in graph order: all that may fail or wait, and their ancestors.
+
+    Reads of a generator's state are among them, since draws are.
+    """
     guarded = {slots[guard.slot] for guard in program.value_guards}
-    early = {n for n in program.graph.nodes if n in guarded or is_impure(n) or is_number(n)}
+    early = {n for n in program.graph.nodes if n in guarded or keeps_its_place(n) or is_number(n)}
     for node in reversed(program.graph.nodes):
         if node in early:
             early |= set(node.all_input_nodes)

@@ -4,16 +4,20 @@
     program = run(program, "default")
     program.history            ("elide_copies: 12", "verify: 0")
 
-Invariant: the argument is untouched; the result holds every invariant of `verify`, and issues the same collectives
-unless a pass says that it changes them.
+Invariant: the argument is untouched; the result holds every invariant of `verify`, draws from generators and reads
+their states in the same order, and issues the same collectives unless a pass says that it changes them.
 Refusals: a pass at a stage that it does not accept; a graph without fake values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
 
 from functionalize.errors import InvariantError, PassError, VerifyError
+from functionalize.ir.generators import GET_STATE, is_random
 from functionalize.passes.base import Pass
 from functionalize.passes.pipeline import parse
 from functionalize.passes.verify import check
@@ -53,7 +57,7 @@ def _run(program: Program, passes: Sequence[Pass]) -> Program:
 def _applied(program: Program, passes: Sequence[Pass], checks: bool) -> Program:
     """A copy with every pass applied. checks: whether to verify after each."""
     new = program.copy()
-    issued = sequences(new.graph)
+    issued, draws = sequences(new.graph), _draws(new.graph)
     for each in passes:
         count = each.apply(new)
         if count:
@@ -66,8 +70,34 @@ def _applied(program: Program, passes: Sequence[Pass], checks: bool) -> Program:
         before, issued = issued, sequences(new.graph)
         if issued != before and not each.changes_collectives:
             raise InvariantError(f"`{each}` {_what_changed(before, issued)}")
+        drew, draws = draws, _draws(new.graph)
+        if not _are_in_order(drew, draws):
+            raise InvariantError(
+                f"`{each}` moved, added or removed random ops, or reads the state of a generator elsewhere"
+            )
         new.history = (*new.history, f"{each}: {count}")
     return new
+
+
+def _draws(graph: fx.Graph) -> list[tuple[Any, int]]:
+    """The ops that draw from a generator or set it, in order; how many read a state since the one before it."""
+    found: list[tuple[Any, int]] = []
+    reads = 0
+    for node in graph.nodes:
+        if node.target is GET_STATE:
+            reads += 1
+        elif is_random(node):
+            found.append((node.target, reads))
+            reads = 0
+    return [*found, (None, reads)]
+
+
+def _are_in_order(before: list[tuple[Any, int]], now: list[tuple[Any, int]]) -> bool:
+    """Whether a graph has the same draws; reads of a state may go, and none may come."""
+    return len(before) == len(now) and all(
+        was is is_now and count >= left
+        for (was, count), (is_now, left) in zip(before, now, strict=True)
+    )
 
 
 def _verify(program: Program) -> None:

@@ -36,7 +36,7 @@ from functionalize.analysis.aliases import (
     storage_classes,
     written_nodes,
 )
-from functionalize.analysis.dead_code import is_impure, is_number
+from functionalize.analysis.dead_code import is_number, keeps_its_place
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.errors import VerifyError
 from functionalize.ir.commit import is_commit
@@ -212,8 +212,10 @@ def _written_in_place(
             elif owner is not None:
                 when = "before the commit" if owner in inputs else "which is a constant"
                 yield node, f"`{node.name}` writes its argument `{name}` (`{each.name}`), {when}"
-        if after and not writes and not is_commit(node) and (is_impure(node) or is_number(node)):
-            yield node, f"`{node.name}` may fail, or wait for other ranks, after the commit"
+        is_late = after and not writes and not is_commit(node)
+        if is_late and (keeps_its_place(node) or is_number(node)):
+            why = "may fail, wait for other ranks, or read a generator, after the commit"
+            yield node, f"`{node.name}` {why}"
     if written != set(program.writes):
         yield (
             None,

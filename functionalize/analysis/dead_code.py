@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from functionalize.analysis.aliases import written_nodes
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.commit import commit
-from functionalize.ir.generators import GET_STATE, is_random_op
+from functionalize.ir.generators import GET_STATE, is_random, is_random_op
 
 _COMMUNICATING = ("_c10d_functional", "_dtensor")  # namespaces
 
@@ -30,6 +30,11 @@ def is_impure(node: fx.Node) -> bool:
     if node.kwargs and node.kwargs.get("check_errors") is True:
         return True
     return _is_impure_op(node.target) or bool(written_nodes(node))
+
+
+def keeps_its_place(node: fx.Node) -> bool:
+    """Whether a node may not move past others of this kind: it has a side effect, or reads a generator's state."""
+    return is_impure(node) or is_random(node)
 
 
 @cache

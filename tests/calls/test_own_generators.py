@@ -136,6 +136,13 @@ def test_replays_draw_what_eager_draws(augment: Any) -> None:
     assert captured.stats.replays >= CALLS - 4
 
 
+@pytest.mark.parametrize("passes", ["", "default", "fast"])
+@pytest.mark.parametrize("augment", ALL)
+def test_replays_after_passes_draw_what_eager_draws(augment: Any, passes: str) -> None:
+    """In an optimizer the state of its generator is read between draws, beside the writes of parameters."""
+    assert compared(augment, passes=passes).stats.replays >= 1
+
+
 @pytest.mark.parametrize("augment", ALL)
 def test_audited_calls_draw_once(augment: Any) -> None:
     assert compared(augment, audit=1).stats.audits >= CALLS - 3

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import functionalize as fz
@@ -15,6 +15,7 @@ from examples.resize_program import values
 from functionalize import passes
 from functionalize._compat.fakes import FakeTensor
 from functionalize.errors import InvariantError, PassError
+from functionalize.ir.generators import GET_STATE
 from functionalize.passes import ElideCopies, Pass, Verify
 from functionalize.passes.metadata import set_value
 from functionalize.program.program import Program
@@ -103,6 +104,30 @@ def test_stages_are_checked_before_anything_runs():
 def test_pass_that_breaks_the_program():
     with pytest.raises(InvariantError, match="`break` left a broken program: 3 violations"):
         passes.run(program(), [Break()])
+
+
+class ReadsLate(Pass):
+    """Moves the first read of a generator's state to the end of the graph."""
+
+    name = "reads_late"
+
+    def apply(self, program: Program) -> int:
+        (read,) = program.graph.find_nodes(op="call_function", target=GET_STATE)
+        (output,) = program.graph.find_nodes(op="output")
+        output.prepend(read)
+        return 1
+
+
+def draws(x: Tensor) -> tuple[Tensor, Tensor]:
+    state = torch.get_rng_state()
+    return x + torch.rand(2), state
+
+
+def test_a_pass_that_reads_a_generator_elsewhere_is_named() -> None:
+    recorded = fz.trace(draws, torch.ones(2))
+    assert passes.run(recorded, "default").history
+    with pytest.raises(InvariantError, match="`reads_late` moved, added or removed random ops, or"):
+        passes.run(recorded, [ReadsLate()])
 
 
 class Stumble(Pass):

@@ -233,7 +233,7 @@ def test_a_resize_in_place():
 def test_a_random_op_after_the_commit():
     broken = in_place()
     insert(broken, "sin", aten.rand_like.default, node(broken, "a"))
-    assert "may fail, or wait for other ranks, after the commit" in words(broken)
+    assert "may fail, wait for other ranks, or read a generator, after the commit" in words(broken)
 
 
 def test_a_write_that_is_not_told():
