@@ -5,10 +5,10 @@
 
 Compared bit for bit: the tensors and numbers that the step returns, the gradients that it leaves, and the contents of
 every tensor that a replay would write. Values are kept as digests, so that the step runs with the memory that it needs.
-Invariant: the graph writes nothing, since the epilogue does not run, and the generators get their earlier states back.
-Refused (`is_comparable`): a graph that communicates with other ranks, which would wait; one that writes its inputs; one
-that a compiler runs, which may round differently; ops whose sums come in any order; ops of other libraries, which may
-have effects of their own.
+Invariant: nothing of the step's is written: the epilogue does not run, a graph that writes inputs in place gets copies
+of these, and the generators get their earlier states back.
+Refused (`is_comparable`): a graph that communicates with other ranks, which would wait; one that a compiler runs, which
+may round differently; ops whose sums come in any order; ops of other libraries, which may have effects of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from functionalize.ir.epilogue import Copy, Set, alias, placed, window
 from functionalize.ir.generators import generator_states, set_generators
 from functionalize.ir.guards import same_constant
 from functionalize.ir.inputs import Call
-from functionalize.ir.ops import Geometry
+from functionalize.ir.ops import Geometry, geometry_of
 from functionalize.ir.outputs import OutputRole, Result, Wrapped
 from functionalize.program.collective_order import groups_of
 from functionalize.program.program import Program
@@ -42,7 +42,7 @@ _IN_ANY_ORDER = ("index_put", "_unsafe_index_put", "put", "scatter", "index_add"
 
 def is_comparable(program: Program) -> bool:
     """Whether the graph can be run beside the step: it has no effect, waits for no rank, gives the bits of eager."""
-    if program.stage == "INPLACE" or program.runner not in (None, boxed):
+    if program.runner not in (None, boxed):
         return False
     if torch.are_deterministic_algorithms_enabled():
         in_any_order: tuple[str, ...] = ()
@@ -90,16 +90,32 @@ class ExpectedResults:
     def of(program: Program, call: Call) -> ExpectedResults:
         """Run the graph on resolved inputs; raises `GuardError` if a guard on a number fails, as a replay does."""
         states = generator_states()
+        inplace = {at: call.inputs[at] for at in program.writes}
+        with torch.no_grad(), disable_current_modes():
+            copies = {at: _with_own_storage(tensor) for at, tensor in inplace.items()}
+        for at, copied in copies.items():
+            call.inputs[at] = copied
         try:
             with torch.no_grad():
                 results = program.results(call, None)
         finally:
+            for at, tensor in inplace.items():
+                call.inputs[at] = tensor
             with disable_current_modes():
                 set_generators(states)
         with torch.no_grad(), disable_current_modes():
             leaves = tuple(_expected(role, results) for role in program.outputs)
             moved = {action.input for action in program.epilogue if isinstance(action, Set)}
             written = [
+                WrittenInput(
+                    program.inputs[at].name,
+                    inplace[at],
+                    geometry_of(inplace[at]),
+                    digest_here(copied),
+                )
+                for at, copied in copies.items()
+            ]
+            written += [
                 WrittenInput(
                     program.inputs[action.input].name,
                     call.inputs[action.input],
@@ -124,6 +140,12 @@ class ExpectedResults:
                 if digest_here(window(each.tensor, each.geometry)) != each.contents:
                     return f"`{each.name}` holds other bits than the program writes"
         return None
+
+
+def _with_own_storage(tensor: Tensor) -> Tensor:
+    """A tensor of the same geometry on a copy of the storage."""
+    octets = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return alias(octets.set_(tensor.untyped_storage().clone()), geometry_of(tensor))
 
 
 def _as_written(value: Tensor, geometry: Geometry) -> Tensor:
