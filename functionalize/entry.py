@@ -27,7 +27,7 @@ from functionalize.step_backward.captured_forward import captured_forward
 def capture(
     train_step: Callable[..., Any] | None = None,
     *,
-    passes: Sequence[Any] | str = (),
+    passes: Sequence[Any] | str | None = None,
     on_uncapturable: OnUncapturable = "eager",
     max_programs: int = 16,
     backward: bool = False,
@@ -39,7 +39,9 @@ def capture(
 ) -> Any:
     """Record `train_step` (any callable) and replay it in later calls; also a decorator.
 
-    passes: a pipeline of passes for the programs: its text (`"elide_copies"`) or `Pass` objects, see `docs/passes.md`.
+    passes: a pipeline of passes for the programs: its text (`"default"`) or `Pass` objects, see `docs/passes.md`. None:
+    `"reinplace"`, so that replays write parameters and states in place as eager does; no passes with `compile`,
+    `memory` or `backward`. `""`: none.
     on_uncapturable: the behaviour of calls after one that could not be captured: "eager" runs them, after one
     `UncapturableWarning` per reason, with the object, the line and what to change; "raise" raises `UncapturableError`
     before anything runs, for tests and for those who want to know.

@@ -21,6 +21,8 @@ Refuses to write an input
 - if its old contents, or an intermediate value of that chain, are read later, or by another argument of the op;
 - that shares its storage with another input, or that the epilogue resizes, replaces or overwrites otherwise;
 - whose new contents are returned to the caller, or are needed by a guard, number, random op or collective;
+- before an optimizer, if that has few of the bytes (a counter, statistics of a norm): ops that fail before the first
+  write leave the step as it was;
 - if the size, stride or dtype of the result differs.
 A list op is in place if this saves more bytes than are needed to clone the elements whose old contents are still read.
 """
@@ -42,6 +44,7 @@ from functionalize.analysis.inplace_forms import Write, fits, form_of, parts_of,
 from functionalize.ir.commit import commit
 from functionalize.ir.epilogue import Copy, Set
 from functionalize.ir.ops import geometry_of
+from functionalize.ir.phases import OPTIMIZER, phase_of
 from functionalize.passes.base import FUNCTIONAL, INPLACE, Pass
 from functionalize.passes.metadata import NewValues, origin_meta, set_value
 from functionalize.program.program import Program
@@ -70,6 +73,9 @@ class Reinplace(Pass):
         if chosen:
             _rewrite(program, plan, chosen, replaced)
         return len(chosen)
+
+
+_FEW_BYTES = 1 / 64  # of all that is written
 
 
 # -- analysis --------------------------------------------------------------------------------------
@@ -183,8 +189,21 @@ class InplacePlan:
     def epilogue_copies(self) -> dict[Copy, list[Write]]:
         """The copies of the epilogue that in-place ops can replace, each with the writes that replace it."""
         found = {a: chain for a in self._exclusive_copies() if (chain := self._write_chain(a))}
-        # Dropping one copy may make another list op too costly: repeat until none is.
-        while True:
+        return self._without_costly(self._of_optimizers(self._without_costly(found)))
+
+    def _of_optimizers(self, found: dict[Copy, list[Write]]) -> dict[Copy, list[Write]]:
+        """Without the copies of what a forward or a backward writes, if that has few of the bytes.
+
+        Until the first write an op may fail, and nothing has changed: a counter that moves in the forward would let
+        an error of the backward leave the step half done.
+        """
+        updates = {a: ws for a, ws in found.items() if all(_is_of_optimizer(w.op) for w in ws)}
+        nbytes, of_updates = (sum(a.geometry.nbytes for a in copies) for copies in (found, updates))
+        return updates if nbytes - of_updates <= nbytes * _FEW_BYTES else found
+
+    def _without_costly(self, found: dict[Copy, list[Write]]) -> dict[Copy, list[Write]]:
+        """Without the copies that list ops replace at the cost of more clones."""
+        while True:  # dropping one copy may make another list op too costly
             to_inputs = {write for chain in found.values() for write in chain}
             ops = {write.op for write in to_inputs}
             costly = {op for op in ops if not self._saves_memory(op, to_inputs)}
@@ -254,6 +273,10 @@ class InplacePlan:
             if node in input_writers or (temporaries and not cloned):
                 found[node] = cloned
         return found
+
+
+def _is_of_optimizer(node: fx.Node) -> bool:
+    return phase_of(node) == OPTIMIZER
 
 
 def _returned(program: Program) -> Iterator[Any]:

@@ -174,8 +174,9 @@ class LateSizes:
         if program is None:
             return False
         reason = f"a prediction from {group.recorded} recorded calls that computed other sizes"
-        parts = {"op_stream": None, "reason": reason, "group": None, "awaits_passes": False}
-        self._core.cache.add(call.key, replace(rest, program=program, **parts))
+        parts = {"op_stream": None, "group": None, "recorded": None, "awaits_passes": False}
+        made = replace(rest, program=program, reason=reason, **parts)
+        self._core.cache.add(call.key, made)
         return True
 
     def _replay(self, cached: CachedProgram, call: Call) -> Any:

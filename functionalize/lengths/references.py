@@ -139,13 +139,14 @@ class Reference:
             vars(self).pop(name, None)
 
     def like(self, key: Any, cached: Any) -> Reference | None:
-        """The reference of an earlier `CachedProgram` of this kind, if no pass has rewritten it. key: of it."""
+        """The reference of an earlier `CachedProgram` of this kind, if it is there as it was recorded. key: of it."""
         is_other = cached is self.rest or type(cached) is not type(self.rest)
-        if is_other or self.backward is not None or cached.program.history:
+        program = cached.recorded or cached.program
+        if is_other or self.backward is not None or program.history:
             return None
         if open_key(key) != open_key(self.key) or cached.signature is None:
             return None
-        return Reference(key, self.names, cached.program, cached.signature, cached)
+        return Reference(key, self.names, program, cached.signature, cached)
 
     def replayed_by(self, found: Any) -> None:
         """The prediction of an equal program, for which nothing is compiled: it is replayed, unless passes ran."""

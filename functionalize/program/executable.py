@@ -209,6 +209,10 @@ class Executable:
             self._known.learn(self, call)
         return call if failure is None else failure
 
+    def forget_inputs(self) -> None:
+        """Release what is known of the last calls: another program is replayed from now on."""
+        self._known = KnownInputs()
+
     def resolve_slowly(self, leaves: Sequence[Any]) -> Call | str:
         """The same by asking every guard and every source."""
         call, failure = self.ask(leaves)

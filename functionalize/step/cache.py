@@ -66,6 +66,7 @@ class CachedProgram:
     prediction: set until the program, which was not recorded, was found equal to a call: see `lengths/first_call.py`.
     is_unseen: whether it is replayed, and was neither recorded nor compared: see `lengths/proofs.py`.
     group: the calls that differ in sizes only.
+    recorded: the program before its passes, if nobody has asked for them: see `CaptureOptions.keeps_recorded`.
     """
 
     program: Program
@@ -86,6 +87,7 @@ class CachedProgram:
     prediction: Prediction | None = None
     is_unseen: bool = False
     group: LengthClass | None = None
+    recorded: Program | None = None
     _sized: tuple[Program, int] | None = None
     _answers: tuple[Program, dict[Hashable, str]] | None = None
 
@@ -122,15 +124,19 @@ class CachedProgram:
 
     def made_by(self, found: Prediction, **parts: Any) -> CachedProgram:
         """Another entry with the programs of a prediction. parts: further fields of the entry."""
-        return replace(self, program=found.programs[0], op_stream=found.op_stream, **parts)
+        parts = {"op_stream": found.op_stream, "recorded": None} | parts
+        return replace(self, program=found.programs[0], **parts)
 
     def rewrite(self, apply: Callable[[Program], Program]) -> None:
         """Replay what `apply` makes of its programs from now on."""
-        self.program = apply(self.program)
+        recorded, self.program = self.program, apply(self.program)
+        if recorded is not self.program:
+            recorded.forget_inputs()
 
     def takes(self, programs: Sequence[Program]) -> None:
         """Replay these programs from now on: they are the same ones after the passes, for the same state."""
         programs[0].facts = self.program.facts
+        self.program.forget_inputs()
         self.program = programs[0]
 
     @property
@@ -139,7 +145,10 @@ class CachedProgram:
         if self._sized is None or self._sized[0] is not self.program:
             held = [*self.program.constants.values(), *(s.source for s in self.program.inputs)]
             tensors = [t for t in (getattr(h, "value", h) for h in held) if is_a(t, Tensor)]
-            nbytes = _NODE_NBYTES * self.program.nodes() + sum(t.nbytes for t in tensors)
+            nodes = self.program.nodes()
+            if self.recorded is not None and self.recorded is not self.program:
+                nodes += self.recorded.nodes()
+            nbytes = _NODE_NBYTES * nodes + sum(t.nbytes for t in tensors)
             self._sized = self.program, nbytes
         return self._sized[1]
 

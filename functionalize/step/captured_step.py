@@ -231,9 +231,9 @@ class CapturedStep:
 
     @property
     def program(self) -> Program | None:
-        """The program that was last made or replayed."""
+        """The program that was last made or replayed; as it was recorded, unless passes were asked for."""
         latest = self.core.cache.latest
-        return latest.program if latest is not None else None
+        return (latest.recorded or latest.program) if latest is not None else None
 
     @property
     def memory(self) -> Any:
@@ -246,8 +246,8 @@ class CapturedStep:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """All cached programs, the most recently used at the end."""
-        return tuple(cached.program for cached in self.core.cache)
+        """All cached programs, the most recently used at the end; as `program`."""
+        return tuple(cached.recorded or cached.program for cached in self.core.cache)
 
     @property
     def backward_programs(self) -> tuple[Program, ...]:
@@ -322,7 +322,7 @@ class CapturedStep:
         if self._hooks.save is not None:
             self._hooks.save()
         for key, cached in list(core.cache.items()):
-            if cached.awaits_passes:
+            if cached.awaits_passes and cached.recorded is None:
                 self.passes.optimise(key, cached)
         lengths = self.predictions.lengths if self.predictions is not None else None
         save_step(path, core.fn, SavedStep.of(core.cache, lengths, core.varying, core.vote))
@@ -351,6 +351,7 @@ class CapturedStep:
         except Exception as error:  # keys that no step has
             raise refusal(path, damaged(error), "loaded") from error
         for key, cached in programs:
+            self.passes.restored(cached)
             core.cache.add(key, cached)
         if self.predictions is not None:
             self.predictions.lengths.restore(saved.classes)
@@ -922,6 +923,7 @@ class CapturedStep:
             awaits_passes=awaits_passes,
             replays_before_passes=replays_before,
             dropped=recording.dropped(program),
+            recorded=recorded if self.core.options.keeps_recorded else None,
         )
         reference = None
         if self.predictions is not None:

@@ -24,6 +24,9 @@ OnUncapturable = Literal["raise", "eager"]
 Compile = Literal["inductor", "cudagraphs"] | None
 Dynamic = bool | int | Literal["auto"]
 _DEFAULT = AuditSchedule.of("auto")
+# A replay writes parameters and states in place, as eager does. Else it would keep a second copy of them, and take up
+# to three times as long as eager where the time of a step is that of its optimizer's memory.
+DEFAULT_PASSES = "reinplace"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,8 @@ class CaptureOptions:
     max_programs: the size of the cache. memory: whether lifetimes of storages and modules of ops are recorded.
     audit: which calls are audited. allowance: what the step may cost beyond eager, in eager steps; None: any.
     dynamic: whether programs are predicted for sizes that were not recorded; False if "auto" does not go with the other
-    options. why_static: why they are not; empty if they are.
+    options. why_static: why they are not; empty if they are. keeps_recorded: whether a program is also kept as it was
+    recorded: nobody has asked for passes, and whoever looks at the program wants the functional one.
     """
 
     passes: tuple[Any, ...]
@@ -49,10 +53,11 @@ class CaptureOptions:
     allowance: float | None = ALLOWANCE
     dynamic: Dynamic = False
     why_static: str = "dynamic=False"
+    keeps_recorded: bool = False
 
     @staticmethod
     def of(
-        pipeline: Sequence[Any] | str,
+        pipeline: Sequence[Any] | str | None,
         on_uncapturable: OnUncapturable,
         max_programs: int,
         compile: Compile,
@@ -62,7 +67,8 @@ class CaptureOptions:
         dynamic: Dynamic = False,
         backward: bool = False,
     ) -> CaptureOptions:
-        """backward: of a forward with its backward.
+        """pipeline: None: `DEFAULT_PASSES` for whole steps that run op by op without a report of their memory, else
+        none. backward: of a forward with its backward.
 
         Raises `ValueError` for an unknown mode or schedule, `PassError` for a text that cannot be parsed."""
         if on_uncapturable not in ("raise", "eager"):
@@ -85,6 +91,9 @@ class CaptureOptions:
             raise ValueError(f"dynamic=True predicts programs that run op by op: not with {other}")
         else:
             why_static = "" if dynamic else "dynamic=False"
+        is_default = pipeline is None
+        if pipeline is None:
+            pipeline = () if backward or memory or compile is not None else DEFAULT_PASSES
         passes = _parsed(pipeline)
         compares = any(each.changes_collectives for each in passes)
         raises = on_uncapturable == "raise"
@@ -101,6 +110,7 @@ class CaptureOptions:
             allowance,
             dynamic,
             why_static,
+            keeps_recorded=is_default and bool(passes),
         )
 
     def policy(self) -> Policy:

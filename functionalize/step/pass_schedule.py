@@ -21,6 +21,7 @@ import torch
 
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize.errors import FunctionalizeError
+from functionalize.ir.epilogue import Copy
 from functionalize.lengths.length_class import LengthClass
 from functionalize.lengths.shared_passes import needs_no_copies
 from functionalize.program.program import Program
@@ -56,8 +57,31 @@ class PassSchedule:
         return program
 
     def _applied(self, recorded: Program) -> Program:
-        self._core.policy.ledger.pay(self._core.options.passes_cost)
-        return self._core.options.applied(recorded)
+        options = self._core.options
+        if not self._has_use(recorded):
+            return recorded
+        self._core.policy.ledger.pay(options.passes_cost)
+        try:
+            return options.applied(recorded)
+        except Exception as error:
+            if not options.keeps_recorded:
+                raise
+            log.info("%s writes nothing in place: %s", self._core.name, error)  # nobody has asked
+            return recorded
+
+    def _has_use(self, recorded: Program) -> bool:
+        """Whether the passes are asked for, or there is something that they write in place."""
+        writes = any(isinstance(action, Copy) for action in recorded.epilogue)
+        return writes or not self._core.options.keeps_recorded
+
+    def restored(self, cached: CachedProgram) -> None:
+        """Prepare a program of a file, where it is as it was recorded, for the passes that nobody has asked for."""
+        if self._core.options.keeps_recorded and not cached.program.history:
+            if not self._has_use(cached.program):
+                return
+            cached.recorded = cached.program
+            cached.awaits_passes = True
+            cached.replays_before_passes = needs_no_copies(cached.program)
 
     # -- when ------------------------------------------------------------------------------------
 
@@ -67,6 +91,8 @@ class PassSchedule:
         wants_sizes: whether programs of other sizes may be made of it.
         """
         options = self._core.options
+        if not self._has_use(recorded) and not self.may_share(wants_sizes):
+            return False, False
         must_pass = options.compares and bool(collectives(recorded))
         replays = needs_no_copies(recorded) and not must_pass
         if self.may_share(wants_sizes):

@@ -173,7 +173,7 @@ def _write_program(writer: Writer, key: Hashable, cached: CachedProgram, number:
                 f"{effect.what}, a call that a replay makes again and a file cannot name: make it outside of the step"
             )
     return {
-        "program": writer.program(cached.program, f"program_{number}"),
+        "program": writer.program(cached.recorded or cached.program, f"program_{number}"),
         "key": value(key, "the arguments"),
         "slots": value(list(cached.slots)),
         "dropped": value(list(cached.dropped)),

@@ -193,6 +193,6 @@ def test_without_a_profiler_there_is_no_code_for_them() -> None:
     for _ in range(CALLS):
         step(torch.ones(4, 4))
     assert step.stats.replays
-    assert step.program._run.with_ranges.code is None
+    assert step.core.cache.latest.program._run.with_ranges.code is None
     profiled(lambda: step(torch.ones(4, 4)))
-    assert step.program._run.with_ranges.code is not None
+    assert step.core.cache.latest.program._run.with_ranges.code is not None

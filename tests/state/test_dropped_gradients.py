@@ -107,7 +107,7 @@ class Pair:
     @contextmanager
     def watching(self) -> Iterator[list[bool]]:
         """Whether the captured model's first parameter has its gradient when the graph of a replay starts."""
-        program, found = self.step.program, list[bool]()
+        program, found = self.step.core.cache.latest.program, list[bool]()
         run = program._run
 
         def watched(*args: Any) -> Any:

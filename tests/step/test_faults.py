@@ -112,8 +112,11 @@ def test_an_op_that_fails_while_recording(at: int) -> None:
 
 
 def test_an_op_that_fails_in_a_replay() -> None:
-    """Every op in turn: the call runs eagerly. In the copies of the epilogue, at the end: no value was changed."""
-    twins = Twins()
+    """Every op in turn: the call runs eagerly. In the copies of the epilogue, at the end: no value was changed.
+
+    Of a program that writes nothing in place.
+    """
+    twins = Twins(passes="")
     for i in range(3):
         assert twins.call(i) is None
     x, world, program = batch(3), twins.ours, twins.step.program
@@ -144,6 +147,42 @@ def test_an_op_that_fails_in_a_replay() -> None:
             assert differences(position, state(), kept) == []
     assert (twins.step.stats.replays, twins.step.stats.eager) == (1, ops)
     train(twins, 3)
+
+
+def counted() -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]:
+    """A step that counts in its forward, and fails in its backward for some data."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 64), nn.BatchNorm1d(64), nn.Linear(64, 64), nn.Linear(64, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def step(x: Tensor, at: Tensor) -> Tensor:
+        loss = torch.gather(model(x), 1, at[:, None]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return model, step
+
+
+def test_an_op_that_fails_before_the_first_write() -> None:
+    """By default parameters and states are written in place; the counter of the forward waits for them."""
+    (a, eager), (b, ours) = counted(), counted()
+    step, right = fz.capture(ours), torch.zeros(4, dtype=torch.long)
+    for i in range(4):
+        assert torch.equal(step(batch(i), right), eager(batch(i), right))
+    program = step.core.cache.latest.program
+    assert program is step.core.cache.latest.program is not step.program
+    assert (program.stage, step.program.stage) == ("INPLACE", "FUNCTIONAL")
+    written = {program.inputs[i].name for i in program.writes}
+    assert "model_0_weight" in written
+    assert "model_1_num_batches_tracked" not in written
+    wrong = right + 9
+    for i in (4, 5):
+        assert fault_of(step, batch(i), wrong) == fault_of(eager, batch(i), wrong)
+        assert all(map(torch.equal, a.state_dict().values(), b.state_dict().values()))
+    assert torch.equal(step(batch(6), right), eager(batch(6), right))
+    assert (step.stats.eager, step.stats.replays) == (2, 2)
 
 
 def looked_up() -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]:
@@ -214,7 +253,7 @@ def test_an_error_of_the_data_where_the_graph_writes_inputs() -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
 def test_an_interrupt_in_a_replay(error: BaseException) -> None:
-    twins = Twins()
+    twins = Twins(passes="")
     for i in range(3):
         assert twins.call(i) is None
     x = batch(3)
@@ -252,7 +291,7 @@ class Growing:
 
 def test_memory_runs_out_where_the_epilogue_grows_storages(monkeypatch: pytest.MonkeyPatch) -> None:
     eager, ours = Growing(), Growing()
-    step = fz.capture(ours.step)
+    step = fz.capture(ours.step, passes="")
     for i in range(4):
         for world, run in ((eager, eager.step), (ours, step)):
             world.free()

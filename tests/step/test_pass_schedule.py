@@ -10,7 +10,7 @@ from torch import nn
 
 import functionalize as fz
 from functionalize.errors import PassError
-from functionalize.passes import Pass
+from functionalize.passes import Pass, Reinplace
 from functionalize.program.program import Program
 from functionalize.step.vote import RankVote
 from tests.step.twins import batch, same_state, twins
@@ -157,3 +157,83 @@ def test_a_saved_program_has_its_passes(tmp_path: Any) -> None:
     assert len(step.programs) == 2 and not step.programs[-1].history
     step.save(tmp_path / "step.fzp")
     assert all(program.history for program in step.programs)
+
+
+# -- if nobody has asked for passes --------------------------------------------------------------
+
+
+def replayed(step: Any) -> Program:
+    """The program that replays run."""
+    found: Program = step.core.cache.latest.program
+    return found
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_whole_step_writes_in_place_and_shows_the_functional_program(fused: bool) -> None:
+    (model, optimizer), (twin, twin_optimizer) = twins(fused=fused)
+    step, eager = fz.capture(make_step(model, optimizer)), make_step(twin, twin_optimizer)
+    for i in range(6):
+        torch.manual_seed(i)
+        found = step(batch(i))
+        torch.manual_seed(i)
+        assert torch.equal(found, eager(batch(i)))
+        assert same_state(model, twin)
+    assert step.stats.replays >= 3
+    assert (step.program.stage, step.program.history) == ("FUNCTIONAL", ())
+    assert [each.stage for each in step.programs] == ["FUNCTIONAL"]
+    assert replayed(step).stage == "INPLACE"
+    written = {replayed(step).inputs[i].name for i in replayed(step).writes}
+    assert {f"model_{name.replace('.', '_')}" for name, _ in model.named_parameters()} <= written
+
+
+@pytest.mark.parametrize("options", [{"passes": ""}, {"memory": True}, {"passes": (), "audit": 1}])
+def test_where_nothing_is_written_in_place(options: Any) -> None:
+    step = fz.capture(make_step(*twins(fused=False)[0]), **options)
+    for i in range(4):
+        step(batch(i))
+    assert replayed(step) is step.program
+    assert step.program.stage == "FUNCTIONAL"
+
+
+def test_a_step_that_writes_nothing_pays_for_no_pass() -> None:
+    step = fz.capture(lambda x: x.sin().cos(), audit=False)
+    for _ in range(4):
+        step(torch.ones(3))
+    assert replayed(step) is step.program
+    assert step.core.policy.ledger.balance > 30 - 3.5 - 2 * 10
+
+
+@pytest.mark.parametrize("error", [PassError("not this graph"), KeyError("a bug")])
+@pytest.mark.parametrize("allowance", [30, None])
+def test_a_program_that_cannot_be_rewritten_is_replayed_as_it_was_recorded(
+    error: Exception, allowance: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has asked for passes, so that none may refuse the step."""
+
+    def refuse(self: Any, program: Program) -> int:
+        raise error
+
+    monkeypatch.setattr(Reinplace, "apply", refuse)
+    step = fz.capture(
+        make_step(*twins(fused=False)[0]), on_uncapturable="raise", allowance=allowance
+    )
+    for i in range(5):
+        step(batch(i))
+    assert step.stats.replays >= 2
+    assert replayed(step) is step.program
+
+
+def test_a_file_holds_the_functional_program_and_is_replayed_in_place(tmp_path: Any) -> None:
+    (model, optimizer), (twin, twin_optimizer) = twins(fused=False)
+    step = fz.capture(make_step(model, optimizer))
+    for i in range(4):
+        step(batch(i))
+    step.save(tmp_path / "step.fzp")
+    loaded = fz.capture(make_step(twin, twin_optimizer))
+    twin.load_state_dict(model.state_dict())
+    make_step(twin, twin_optimizer)(batch(0))  # makes the optimizer's state
+    loaded.load(tmp_path / "step.fzp")
+    assert loaded.program.stage == "FUNCTIONAL"
+    loaded(batch(4))
+    assert (loaded.stats.captures, loaded.stats.replays) == (0, 1)
+    assert (loaded.program.stage, replayed(loaded).stage) == ("FUNCTIONAL", "INPLACE")

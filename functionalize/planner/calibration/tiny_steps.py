@@ -179,7 +179,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Non
 
 def _eager(device: str, layers: int, shards: bool) -> _Tiny:
     captured, other = (
-        capture(_train, audit=False, on_uncapturable="raise"),
+        capture(_train, passes=(), audit=False, on_uncapturable="raise"),
         _step(device, layers, shards),
     )
     _settle(captured, other)

@@ -132,7 +132,7 @@ def _recorded(
         args, kwargs = arguments(built, made)
         kwargs |= of(keys, users.step)
         called("step", script.step, args, kwargs)
-    captured = fz.capture(script.step, memory=True, on_uncapturable="raise")
+    captured = fz.capture(script.step, passes=(), memory=True, on_uncapturable="raise")
     name = ", ".join([script.name, *(f"{key} {value}" for key, value in job.parameters.items())])
     text = _world_text(world, job)
     try:
