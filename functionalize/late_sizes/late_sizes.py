@@ -174,8 +174,8 @@ class LateSizes:
         if program is None:
             return False
         reason = f"a prediction from {group.recorded} recorded calls that computed other sizes"
-        parts = {"op_stream": None, "group": None, "recorded": None, "awaits_passes": False}
-        made = replace(rest, program=program, reason=reason, **parts)
+        parts = dict.fromkeys(("op_stream", "group", "recorded", "followed_by"))
+        made = replace(rest, program=program, reason=reason, awaits_passes=False, **parts)
         self._core.cache.add(call.key, made)
         return True
 

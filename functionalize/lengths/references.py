@@ -150,10 +150,14 @@ class Reference:
 
     def replayed_by(self, found: Any) -> None:
         """The prediction of an equal program, for which nothing is compiled: it is replayed, unless passes ran."""
-        if found is None or self.backward is not None or self.rest.program is not self.program:
+        if found is None or self.backward is not None:
             return
-        found.programs[0].facts = self.program.facts
-        self.rest.program, self.rest.op_stream = found.programs[0], found.op_stream
+        made = found.programs[0]
+        made.facts = self.program.facts
+        if self.rest.recorded is self.program:
+            self.rest.recorded = made
+        if self.rest.program is self.program:
+            self.rest.program, self.rest.op_stream = made, found.op_stream
 
     @staticmethod
     def of(

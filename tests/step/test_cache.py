@@ -346,3 +346,24 @@ def test_a_bug_is_called_one_and_costs_no_step(monkeypatch: Any, caplog: Any) ->
         step(torch.ones(2))
     assert isinstance(raised.value.__cause__, KeyError)
     assert "a bug in functionalize, please report it" in caplog.messages
+
+
+def test_of_a_ring_s_programs_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That which came after the last one in the last round."""
+    ring, at = torch.zeros(3), torch.zeros((), dtype=torch.long)
+
+    def step(x: Tensor) -> Tensor:
+        ring[int(at)] = x.sum()
+        at.add_(1).remainder_(3)
+        return ring * 2
+
+    captured = fz.capture(step, audit=False)
+    for i in range(20):
+        captured(torch.full((2,), float(i)))
+    asked, known = [], Program.known
+    monkeypatch.setattr(Program, "known", lambda self, x: asked.append(self) or known(self, x))
+    for i in range(20, 26):
+        assert captured(torch.full((2,), float(i)))[i % 3] == 4 * i
+    assert captured.stats.captures == 3
+    assert len(asked) == 6
+    assert len(set(map(id, asked))) == 3
