@@ -1,15 +1,15 @@
 """What a captured step costs beyond eager, over streams of calls that it cannot, or need not, settle for.
 
-    python -m benchmarks.bound [--only NAME ...] [--calls 400] [--ranks 1 2] [--layers 6] [--width 64]
+    python -m benchmarks.bound [--only NAME ...] [--calls 400] [--ranks 1 2] [--layers 6] [--width 64] [--unsharded]
 
     beyond       the time of all captured calls less 1.05 of eager's, in eager steps: promised is at most 30
     last third   of the calls: captured to eager; promised is at most 1.03
     recorded     how many calls were recorded: as warm-ups, and as programs
 
-Each stream is a step that does one thing which keeps a program from being replayed, on a stack of blocks under FSDP2,
-trained by AdamW, on gloo. The eager and the captured step are twins and run in turn; their results are compared at
-every call. CPU time of the thread, on rank 0. The promise is kept in units, see Note [The ledger] in
-`functionalize/step/policy.py`: these are the times that it means.
+Each stream is a step that does one thing which keeps a program from being replayed, on a stack of blocks under FSDP2
+(`--unsharded`: without it, so that eager does little in Python), trained by AdamW, on gloo. The eager and the captured
+step are twins and run in turn; their results are compared at every call. CPU time of the thread, on rank 0. The promise
+is kept in units, see Note [The ledger] in `functionalize/step/policy.py`: these are the times that it means.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ now = time.thread_time
 class Trainer:
     """A stack of blocks, its optimizer, and state that streams move. `losses` turns the mean square into the loss."""
 
-    def __init__(self, layers: int, width: int) -> None:
+    def __init__(self, layers: int, width: int, is_sharded: bool = True) -> None:
         torch.manual_seed(0)
         blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)]
         self.model = nn.Sequential(*blocks)
-        for block in blocks:
+        for block in blocks if is_sharded else ():
             fully_shard(block)
         self.model.register_buffer("pointer", torch.zeros((), dtype=torch.long))
         self.model.register_buffer("average", torch.zeros(()))
-        fully_shard(self.model)
+        if is_sharded:
+            fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4)
         self.n, self.mode, self.kept, self.table = 0, "a", {}, {}  # type: ignore[var-annotated]
         self.ring = torch.zeros(12, width)
@@ -270,9 +271,9 @@ class Draws:
         return result, seconds
 
 
-def measured(name: str, calls: int, layers: int, width: int) -> Measured:
+def measured(name: str, calls: int, layers: int, width: int, is_sharded: bool = True) -> Measured:
     function, found = STREAMS[name], Measured()
-    twins = [Trainer(layers, width) for _ in range(2)]
+    twins = [Trainer(layers, width, is_sharded) for _ in range(2)]
     eagerly, step = (
         partial(function, twins[0]),
         fz.capture(partial(function, twins[1]), on_uncapturable="eager"),
@@ -298,7 +299,8 @@ def measured(name: str, calls: int, layers: int, width: int) -> Measured:
 def lines_of(options: argparse.Namespace) -> Iterator[str]:
     world = dist.get_world_size()
     for name in options.only or STREAMS:
-        found = measured(name, options.calls, options.layers, options.width)
+        is_sharded = not options.unsharded
+        found = measured(name, options.calls, options.layers, options.width, is_sharded)
         yield (
             f"{name:32} {world:5} {found.step * 1e3:7.2f} {found.beyond:8.1f} {found.last_third:10.2f} "
             f"{found.recorded:>9} {found.replays:8}"
@@ -324,6 +326,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--unsharded", action="store_true")
     options = parser.parse_args()
     print(machine())
     print(f"{'stream':32} ranks  eager ms   beyond last third  recorded  replays")
