@@ -180,6 +180,8 @@ def test_a_saved_program_drops_them_too(tmp_path: Path) -> None:
     pair.step.save(tmp_path / "step.fzp")
     pair.step.forget()
     pair.step.load(tmp_path / "step.fzp")
+    pair.call(torch.ones(2, 4))  # its passes run
+    assert pair.step.stats.replays
     with pair.watching() as found:
         pair.call(torch.ones(2, 4))
     assert found == [False]
