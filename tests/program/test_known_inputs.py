@@ -145,7 +145,7 @@ def test_learning_stops_where_something_is_new_at_every_call(
     """Or after every few, as where an evaluation follows a few steps."""
     model, _, step = captured_step()
     learned: list[Any] = []
-    known = step.program._known
+    known = step.core.cache.latest.program._known
     learn = type(known._last).of
     monkeypatch.setattr(type(known._last), "of", lambda *args: learned.append(args) or learn(*args))
     for i in range(40):
