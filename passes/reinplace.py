@@ -197,7 +197,7 @@ class InplacePlan:
         Until the first write an op may fail, and nothing has changed: a counter that moves in the forward would let
         an error of the backward leave the step half done.
         """
-        updates = {a: ws for a, ws in found.items() if all(_is_of_optimizer(w.op) for w in ws)}
+        updates = {a: ws for a, ws in found.items() if {phase_of(w.op) for w in ws} == {OPTIMIZER}}
         nbytes, of_updates = (sum(a.geometry.nbytes for a in copies) for copies in (found, updates))
         return updates if nbytes - of_updates <= nbytes * _FEW_BYTES else found
 
@@ -273,10 +273,6 @@ class InplacePlan:
             if node in input_writers or (temporaries and not cloned):
                 found[node] = cloned
         return found
-
-
-def _is_of_optimizer(node: fx.Node) -> bool:
-    return phase_of(node) == OPTIMIZER
 
 
 def _returned(program: Program) -> Iterator[Any]:

@@ -174,9 +174,8 @@ class LateSizes:
         if program is None:
             return False
         reason = f"a prediction from {group.recorded} recorded calls that computed other sizes"
-        parts = dict.fromkeys(("op_stream", "group", "recorded", "followed_by"))
-        made = replace(rest, program=program, reason=reason, awaits_passes=False, **parts)
-        self._core.cache.add(call.key, made)
+        parts = {"op_stream": None, "reason": reason, "group": None, "awaits_passes": False}
+        self._core.cache.add(call.key, rest.with_program(program, **parts))
         return True
 
     def _replay(self, cached: CachedProgram, call: Call) -> Any:

@@ -66,7 +66,7 @@ class CachedProgram:
     prediction: set until the program, which was not recorded, was found equal to a call: see `lengths/first_call.py`.
     is_unseen: whether it is replayed, and was neither recorded nor compared: see `lengths/proofs.py`.
     group: the calls that differ in sizes only.
-    recorded: the program before its passes, if nobody has asked for them: see `CaptureOptions.keeps_recorded`.
+    recorded: the program before its passes, if no passes were asked for: see `CaptureOptions.keeps_recorded`.
     followed_by: the program with its key that was replayed after it, the last time.
     """
 
@@ -126,8 +126,12 @@ class CachedProgram:
 
     def made_by(self, found: Prediction, **parts: Any) -> CachedProgram:
         """Another entry with the programs of a prediction. parts: further fields of the entry."""
-        parts = {"op_stream": found.op_stream, "recorded": None, "followed_by": None} | parts
-        return replace(self, program=found.programs[0], **parts)
+        parts = {"op_stream": found.op_stream} | parts
+        return self.with_program(found.programs[0], **parts)
+
+    def with_program(self, program: Program, **parts: Any) -> CachedProgram:
+        """Another entry, for a program that was not recorded. parts: further fields of the entry."""
+        return replace(self, program=program, recorded=None, followed_by=None, **parts)
 
     def rewrite(self, apply: Callable[[Program], Program]) -> None:
         """Replay what `apply` makes of its programs from now on."""

@@ -40,7 +40,7 @@ class CaptureOptions:
     audit: which calls are audited. allowance: what the step may cost beyond eager, in eager steps; None: any.
     dynamic: whether programs are predicted for sizes that were not recorded; False if "auto" does not go with the other
     options. why_static: why they are not; empty if they are. keeps_recorded: whether a program is also kept as it was
-    recorded: nobody has asked for passes, and whoever looks at the program wants the functional one.
+    recorded, since no passes were asked for, and `step.program` is the functional one.
     """
 
     passes: tuple[Any, ...]

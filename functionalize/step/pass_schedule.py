@@ -66,7 +66,8 @@ class PassSchedule:
         except Exception as error:
             if not options.keeps_recorded:
                 raise
-            log.info("%s writes nothing in place: %s", self._core.name, error)  # nobody has asked
+            # No passes were asked for, so that none may refuse the step.
+            log.info("%s writes nothing in place: %s", self._core.name, error)
             return recorded
 
     def _has_use(self, recorded: Program) -> bool:
@@ -75,10 +76,9 @@ class PassSchedule:
         return writes or not self._core.options.keeps_recorded
 
     def restored(self, cached: CachedProgram) -> None:
-        """Prepare a program of a file, where it is as it was recorded, for the passes that nobody has asked for."""
-        if self._core.options.keeps_recorded and not cached.program.history:
-            if not self._has_use(cached.program):
-                return
+        """Let a program that a file holds as it was recorded await the default passes."""
+        is_recorded = self._core.options.keeps_recorded and not cached.program.history
+        if is_recorded and self._has_use(cached.program):
             cached.recorded = cached.program
             cached.awaits_passes = True
             cached.replays_before_passes = needs_no_copies(cached.program)

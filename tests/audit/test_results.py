@@ -110,7 +110,12 @@ def test_sums_in_any_order_and_other_libraries_are_not_run_beside() -> None:
 
 @pytest.mark.parametrize(
     ("options", "comparable"),
-    [({}, True), ({"passes": "cleanup"}, True), ({"passes": ""}, True)],
+    [
+        ({}, True),
+        ({"passes": "cleanup"}, True),
+        ({"passes": ""}, True),
+        ({"passes": "reinplace"}, True),
+    ],
 )
 def test_which_programs_run_beside(options: dict[str, Any], comparable: bool) -> None:
     model, optimizer = twins()[0]

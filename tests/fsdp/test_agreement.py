@@ -147,7 +147,7 @@ def test_a_rank_whose_batch_has_another_shape(numbers: bool) -> None:
 
 def lengths_differ(numbers: bool, unique: bool) -> tuple[list[str], Any, bool]:
     """Each rank draws a length of its own for each call, from few or from ever new ones."""
-    both = Pair(numbers, dynamic=False)
+    both = Pair(numbers, passes="", dynamic=False)  # recordings alone are paid for
     generator = torch.Generator().manual_seed(dist.get_rank())
     for i in range(40):
         drawn = int(torch.randint(4, (1,), generator=generator))
@@ -161,7 +161,7 @@ def test_ranks_with_lengths_of_their_own(numbers: bool) -> None:
     for found, stats, votes in results:
         assert found == []
         assert votes is numbers
-        assert stats.replays >= (5 if numbers else 19)
+        assert stats.replays >= (5 if numbers else 20)
     if numbers:
         first, second = (stats for _, stats, _ in results)
         assert (first.replays, first.rare) == (second.replays, second.rare)

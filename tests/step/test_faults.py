@@ -172,7 +172,6 @@ def test_an_op_that_fails_before_the_first_write() -> None:
     for i in range(4):
         assert torch.equal(step(batch(i), right), eager(batch(i), right))
     program = step.core.cache.latest.program
-    assert program is step.core.cache.latest.program is not step.program
     assert (program.stage, step.program.stage) == ("INPLACE", "FUNCTIONAL")
     written = {program.inputs[i].name for i in program.writes}
     assert "model_0_weight" in written
