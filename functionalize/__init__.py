@@ -14,6 +14,7 @@ with only_young_collections():  # a third of the time of the imports below, torc
     from functionalize.state.memory_reports import MemoryReports, provide_memory_reports
 
 if TYPE_CHECKING:  # the types of the names that `__getattr__` finds
+    from functionalize.calls.repeat import repeat
     from functionalize.deferral.lazy import lazy
     from functionalize.functions.aot import (
         aot_function,
@@ -44,6 +45,7 @@ __all__ = [
     "load",
     "plan",
     "record_memory",
+    "repeat",
     "resize_storage_bytes_",
     "trace",
     "trace_backward",
@@ -62,6 +64,7 @@ _MODULES = {
     "load": "step.step_file",
     "plan": "planner.sweep.plan",
     "record_memory": "planner.lifetimes.record_memory",
+    "repeat": "calls.repeat",
     "resize_storage_bytes_": "functions.aot",
     "trace_backward": "step_backward.trace_backward",
     "tune": "planner.tuning.tune",

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
+import torch
+from torch import Tensor
+
+from functionalize._compat.graphs import pytree
+from functionalize._compat.references import address
 from functionalize.calls.own_generators import OwnGenerators
 from functionalize.ir.guards import Guard
 from functionalize.scalars.scalar_log import ScalarLog
+from functionalize.util.tensor_wrappers import plain_tensors
 
 
 class CallTarget(NamedTuple):
@@ -31,9 +38,13 @@ class CallLog:
     streams: `sys.stdout` and `sys.stderr` when the step began.
     own_generators: the `torch.Generator`s from which the step may draw.
     were_made: whether a replay of this call has made its calls already, which this run of it only notes.
+    read_state: what the step reads in Python now, with a method `change`; None where nothing was searched.
     """
 
     __slots__ = (
+        "_before",
+        "_computes",
+        "_passed",
         "assigned",
         "communicates",
         "draws",
@@ -41,6 +52,7 @@ class CallLog:
         "hyperparameters",
         "own_generators",
         "quiet_ops",
+        "read_state",
         "stepped",
         "streams",
         "targets",
@@ -58,6 +70,10 @@ class CallLog:
         self.own_generators = OwnGenerators()
         self.hyperparameters: Any = None
         self.streams = (sys.stdout, sys.stderr)
+        self.read_state: Callable[[], Any] | None = None
+        self._before: Any = None
+        self._passed: set[int] | None = None
+        self._computes: str | None = None
 
     def refusal(self, known: Container[int]) -> str | None:
         """Why a call at the end of a replay would not do what it does in eager, or None.
@@ -73,6 +89,36 @@ class CallLog:
             if target.is_still is not None and not target.is_still():
                 return f"{target.what}, whose value the step changes after that: do it at its end"
         return None
+
+    # -- calls whose code is not searched ----------------------------------------------------------
+
+    def begin_apart(self, passed: Iterable[Tensor]) -> None:
+        """A call begins that may change nothing which the step reads. passed: the tensors among its arguments."""
+        self._computes = None
+        self._passed = {address(tensor.untyped_storage()) for tensor in passed}
+        self._before = self.read_state() if self.read_state is not None else None
+
+    def note_op(self, op: Any, arguments: Any, info_of: Callable[[Tensor], Any]) -> None:
+        """An op runs that is not recorded. info_of: what the recording knows of a tensor of the step, else None."""
+        self.quiet_ops += 1
+        if self._passed is None:
+            return
+        if torch.Tag.nondeterministic_seeded in op.tags:
+            self._computes = f"it draws random numbers, by {op}"
+        for tensor in chain.from_iterable(map(plain_tensors, pytree.tree_iter(arguments))):
+            if (
+                address(tensor.untyped_storage()) not in self._passed
+                and info_of(tensor) is not None
+            ):
+                self._computes = f"it computes with a tensor of the step that it was not passed, by {op}: pass it"
+
+    def end_apart(self) -> str | None:
+        """The call has ended: what it has done that comes too late at the end of a replay, or None."""
+        before, self._before, self._passed = self._before, None, None
+        if self._computes is not None or before is None or self.read_state is None:
+            return self._computes
+        change: str | None = before.change(self.read_state())
+        return change
 
     def guard(self, fact: Guard) -> None:
         """Add a guard, if an equal one is not there yet."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 from functionalize.calls.call_arguments import CallArguments
 from functionalize.calls.call_log import CallRecorder
-from functionalize.scalars.live_text import TAKES_TEXT
+from functionalize.scalars.call_sites import TAKES_TEXT
 from functionalize.util.user_stack import line_of_frame
 
 _TRANSPARENT = "<frozen importlib._bootstrap>"

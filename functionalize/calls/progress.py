@@ -1,7 +1,8 @@
-"""Progress bars, scalars of TensorBoard, `self.log` of Lightning in a step: a replay calls the same method again.
+"""Progress bars, TensorBoard, wandb, `self.log` of Lightning in a step: a replay calls the same method again.
 
     bar.set_postfix(loss=loss.item())        bar.update(1)        bar.set_description(f"loss {loss.item():.3f}")
     writer.add_scalar("loss", loss.item(), 3)
+    run.log({"loss": loss.item()})
     self.log("loss", loss)                   of a LightningModule, which detaches the tensor
     self.log("accuracy", self.accuracy)      a metric of torchmetrics: Lightning keeps it, and reads its last value
 
@@ -35,6 +36,7 @@ BAR_METHODS = (
     *("refresh", "unpause", "reset", "clear", "display"),
 )
 _MODULES = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
+_RUN = "wandb.sdk.wandb_run", "Run"
 WRITER_METHODS = ("add_scalar", "add_scalars", "add_text", "flush")
 _CONNECTOR = "trainer.connectors.logger_connector"
 LOG_CLASSES = (
@@ -138,6 +140,7 @@ def methods() -> Iterator[tuple[Any, str, str, MethodDoor]]:
     for owner, names, what in (
         (bar_class(), BAR_METHODS, "moves a progress bar"),
         (getattr(module, "SummaryWriter", None), WRITER_METHODS, "writes to TensorBoard"),
+        (getattr(sys.modules.get(_RUN[0]), _RUN[1], None), ("log",), "logs to wandb"),
         *((owner, ("log",), "logs to Lightning") for owner in loggers),
     ):
         for name in names:

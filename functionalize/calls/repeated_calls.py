@@ -12,6 +12,7 @@ from functionalize.calls.draws import draw_patches
 from functionalize.calls.logs import log_doors
 from functionalize.calls.printing import PrintDoor
 from functionalize.calls.progress import bar_patches, methods
+from functionalize.calls.repeat import repeated_functions
 from functionalize.calls.schedulers import SchedulerDoor, scheduler_patches, stepping_classes
 
 
@@ -23,6 +24,7 @@ def repeated_calls() -> Iterator[tuple[Any, str, str, Door]]:
     for name, door in log_doors():
         yield logging.Logger, name, "logs", door
     yield from methods()
+    yield repeated_functions()
 
 
 def state_patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]]:

@@ -126,7 +126,6 @@ _METHODS = (
     ("ssl", "SSLSocket", "sendall", "sends to a socket"),
     ("tensorboardX.writer", "FileWriter", "add_event", "writes to TensorBoard"),
     ("torch.utils.tensorboard.writer", "FileWriter", "add_event", "writes to TensorBoard"),
-    ("wandb.sdk.wandb_run", "Run", "log", "logs to wandb"),
 )
 
 

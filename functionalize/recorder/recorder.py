@@ -144,7 +144,7 @@ class Recorder(Watcher):
         if func is _DEVICE and type(args[0]) is FakeTensor:  # two thirds of the calls on fakes
             return args[0].fake_device
         if self.suspended:
-            self.calls.quiet_ops += 1
+            self.calls.note_op(func, (args, kwargs), self.storages.info_of)
             if self.checks.in_effect and func.namespace == "c10d":
                 self.calls.communicates = True
             return func(*args, **kwargs)

@@ -39,6 +39,10 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+TAKES_TEXT = (
+    "__functionalize_takes_text__"  # an attribute of functions whose calls a replay makes again
+)
+
 
 @dataclass(frozen=True, slots=True)
 class CallSite:
@@ -519,4 +523,4 @@ def _found(name: Any, frame: FrameType) -> tuple[Any, bool]:
     if isinstance(found, (classmethod, staticmethod)):
         found = found.__func__
     is_plain = not hasattr(type(found), "__get__") or type(found) is types.FunctionType
-    return (found, True) if is_plain else (None, False)
+    return (found, True) if is_plain or hasattr(found, TAKES_TEXT) else (None, False)

@@ -27,6 +27,7 @@ from torch import Tensor
 from functionalize._compat.stacks import CapturedTraceback
 from functionalize.scalars.call_sites import (
     ELEMENT,
+    TAKES_TEXT,
     CallSite,
     Text,
     callee_of,
@@ -35,7 +36,6 @@ from functionalize.scalars.call_sites import (
 )
 from functionalize.scalars.scalar_log import Number, ScalarLog, learned, learned_at
 
-TAKES_TEXT = "__functionalize_takes_text__"
 _LOGGING = logging.info.__code__.co_filename
 # Functions of `logging` that pass their message on to a method of the root logger.
 _FORWARDERS = frozenset(

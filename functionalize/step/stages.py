@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +47,7 @@ from functionalize.state.hyperparameters import Key, lifted
 from functionalize.state.module_calls import ModuleCalls
 from functionalize.state.moving_state import MovingState
 from functionalize.state.python_effects import in_order
+from functionalize.state.read_state import ReadState
 from functionalize.step.outcome import (
     Agreed,
     Built,
@@ -169,6 +171,7 @@ def record(
         names = leaf_names(fn, call.spec)
         entry = EntryState.now(fn, call.leaves, recorder, varying, names, hooks_run_outside, live)
         recorder.early_storages = entry.places.early()
+        recorder.calls.read_state = partial(ReadState.now, entry.python_state, call.leaves)
         recorder.arrays = tensors_by_array(call.leaves)
         recorder.tape.is_off = awaits_live_numbers(recorder, entry)
         if recorder.tape.is_off:  # no program is made of it

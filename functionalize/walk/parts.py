@@ -258,6 +258,7 @@ Look = Callable[[Any, NameFilter], Parts]
 _LOOKS: weakref.WeakKeyDictionary[type, Look] = weakref.WeakKeyDictionary()
 # A step uses objects of these classes by calls that a replay makes again: see calls/progress.py.
 _BAR, _WRITER = "tqdm.std.tqdm", "torch.utils.tensorboard.writer.SummaryWriter"
+_RUN, _REPEATED = "wandb.sdk.wandb_run.Run", "functionalize.calls.repeat.RepeatedFunction"
 
 
 def parts_of(value: Any, names: NameFilter) -> Parts:
@@ -287,7 +288,7 @@ def is_read_by_content(kind: type) -> bool:
 def _content_of(kind: type) -> Look:
     """What finds the content of objects of a class."""
     names = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
-    if _BAR in names or names[0] == _WRITER or names[0].endswith(LOG_CLASSES):
+    if _BAR in names or names[0] in (_WRITER, _RUN, _REPEATED) or names[0].endswith(LOG_CLASSES):
         return _repeated
     for kinds, look in _BY_TYPE:
         if issubclass(kind, kinds):
