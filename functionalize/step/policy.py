@@ -483,10 +483,14 @@ class Policy:
             if not self.questions.is_worth_recording(key, miss):
                 self.news = miss if self.questions.tell(key, miss.question) else None
                 return False
-            if can_pay:
-                self.questions.recorded(key, miss)
         self.saves = not can_pay
         return can_pay
+
+    def recorded(self, key: Hashable, miss: Miss | None) -> None:
+        """A call is recorded, which all ranks may do. miss: that of its programs, which `may_record` has counted."""
+        self.ledger.pay(RECORDING)
+        if miss is not None and not self.records_all:
+            self.questions.recorded(key, miss)
 
     def replayed(self, key: Hashable) -> None:
         """A program of this kind was replayed or audited."""
