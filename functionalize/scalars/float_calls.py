@@ -15,7 +15,6 @@ command-line options (`add_argument("--lr", type=float)`) do not run in a step, 
 
 from __future__ import annotations
 
-import dis
 import inspect
 import linecache
 import os
@@ -32,6 +31,7 @@ import torch
 
 from functionalize.scalars.live_scalars import as_live, is_live, plain
 from functionalize.scalars.scalar_log import ScalarLog
+from functionalize.util.bytecode import read
 from functionalize.util.packages import is_users
 
 Scope = dict[str, Any]
@@ -119,11 +119,11 @@ def _functions(code: CodeType) -> Iterator[CodeType]:
 
 
 def _calls_it(code: CodeType) -> bool:
-    """Whether code loads the name only to call it: the lowest bit of the operand of LOAD_GLOBAL says so."""
+    """Whether code loads the name only to call it."""
     if _NAME not in code.co_names or "add_argument" in code.co_names:
         return True
     return all(
-        step.opname == "LOAD_GLOBAL" and (step.arg or 0) & 1
-        for step in dis.get_instructions(code)
-        if step.argval == _NAME and step.opname != "LOAD_CONST"
+        step.op == "global" and step.number == 1
+        for step in read(code)
+        if step.value == _NAME and step.op != "constant"
     )

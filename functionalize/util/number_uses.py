@@ -17,7 +17,6 @@ from __future__ import annotations
 import builtins
 import datetime
 import decimal
-import dis
 import marshal
 import math
 import time
@@ -36,6 +35,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from functionalize.util.bytecode import read
 from functionalize.util.code_objects import is_generated
 from functionalize.util.packages import is_installed_file, is_standard_file, is_users
 from functionalize.util.user_stack import is_internal, is_own
@@ -197,27 +197,28 @@ def _loads(code: CodeType) -> tuple[tuple[str, tuple[str, ...]], ...]:
     number.
     """
     found: dict[tuple[str, tuple[str, ...]], None] = {}
-    steps = [s for s in dis.get_instructions(code) if s.opname not in ("CACHE", "EXTENDED_ARG")]
-    for at, step in enumerate(steps):
-        following = takewhile(lambda s: s.opname in ("LOAD_ATTR", "LOAD_METHOD"), steps[at + 1 :])
-        path = tuple(str(s.argval) for s in following)
-        then = steps[at + 1] if at + 1 < len(steps) else step
-        if step.opname in ("IMPORT_NAME", "IMPORT_FROM"):
-            writer = str(step.argval).partition(".")[0] in _WRITERS
-            found["", ("Decimal" if writer else str(step.argval),)] = None
-        elif step.opname in _LOADS or step.opname.startswith("LOAD_FAST"):
-            own = then.opname.startswith("LOAD_FAST") and then.argval in _OWN
-            if not (step.argval == "type" and own):
-                found[str(step.argval), path] = None
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            found["", (str(step.argval),)] = None
+    steps = read(code)
+    for step in steps:
+        following = takewhile(lambda s: s.op in _ATTRIBUTES, steps[step.at + 1 :])
+        path = tuple(str(s.value) for s in following)
+        then = steps[step.at + 1] if step.at + 1 < len(steps) else step
+        if step.op in ("import", "import_from"):
+            writer = str(step.value).partition(".")[0] in _WRITERS
+            found["", ("Decimal" if writer else str(step.value),)] = None
+        elif step.op in _LOADS:
+            own = then.op == "local" and then.value in _OWN
+            if not (step.value == "type" and own):
+                found[str(step.value), path] = None
+        elif step.op in _ATTRIBUTES:
+            found["", (str(step.value),)] = None
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             found.update(dict.fromkeys(_loads(constant)))
     return tuple(found)
 
 
-_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
+_LOADS = frozenset({"global", "name", "deref", "local", "save_local"})
+_ATTRIBUTES = frozenset({"attribute", "method", "super"})
 _HOLDERS: dict[type, tuple[str, ...]] = {
     partial: ("func", "args"),
     staticmethod: ("__func__",),

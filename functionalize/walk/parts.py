@@ -32,7 +32,6 @@ import argparse
 import array as arrays
 import contextvars
 import ctypes
-import dis
 import enum
 import functools
 import gc
@@ -68,6 +67,7 @@ from functionalize.calls.progress import LOG_CLASSES
 from functionalize.cost.categories import Category
 from functionalize.ir.inputs import Call
 from functionalize.util.by_class import by_class
+from functionalize.util.bytecode import read
 from functionalize.util.code_objects import is_generated
 from functionalize.util.own_values import OWN_VALUES
 from functionalize.util.packages import is_standard, is_users
@@ -743,8 +743,7 @@ def _module(module: types.ModuleType, names: NameFilter) -> Parts:
 # -- bound methods ---------------------------------------------------------------------------------
 
 _OF_FRAMES = frozenset({"super", "locals", "vars", "dir", "eval", "exec", "f_locals", "_getframe"})
-_ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"})
-_BETWEEN = frozenset({"CACHE", "EXTENDED_ARG", "NOP"})
+_ATTRIBUTE = frozenset({"attribute", "method", "super", "set_attribute", "del_attribute"})
 _ALL_COUNTS = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor, type, types.ModuleType)
 WHOLE_METHOD = "method"  # the fact about a method all attributes of whose object count
 
@@ -811,17 +810,14 @@ def _attributes_of_self(code: types.CodeType) -> frozenset[str] | None:
     self = code.co_varnames[0]
     if self in code.co_cellvars:
         return None
-    steps = [each for each in dis.get_instructions(code) if each.opname not in _BETWEEN]
+    steps = read(code)
     found = set()
     for step, then in zip(steps, [*steps[1:], None], strict=True):
-        if isinstance(step.argval, tuple) and self in step.argval:  # two variables at once
-            return None
-        if step.argval != self or step.opname == "LOAD_CONST" or step.opname in _ATTRIBUTE:
+        if step.value != self or step.op == "constant" or step.op in _ATTRIBUTE:
             continue
-        loads = step.opname.startswith("LOAD_FAST")
-        if not loads or then is None or then.opname not in _ATTRIBUTE:
+        if step.op != "local" or then is None or then.op not in _ATTRIBUTE - {"super"}:
             return None
-        found.add(str(then.argval))
+        found.add(str(then.value))
     return frozenset(found)
 
 
@@ -894,14 +890,14 @@ def slot_names(kind: type) -> frozenset[str]:
 def _of_content(kind: type) -> frozenset[str]:
     """The attributes that the methods of libraries' classes assign, and those that Python and loggers' managers do."""
     assigned = frozenset(
-        step.argval
+        step.value
         for base in kind.__mro__
         if not is_users(base.__module__)
         for method in vars(base).values()
         if isinstance(method, types.FunctionType)
         if isinstance(wrapped := inspect.unwrap(method), types.FunctionType)
-        for step in dis.get_instructions(wrapped.__code__)
-        if step.opname == "STORE_ATTR"
+        for step in read(wrapped.__code__)
+        if step.op == "set_attribute"
     )
     return assigned | _OF_FUNCTIONS | ({"parent"} if issubclass(kind, logging.Logger) else set())
 
