@@ -301,6 +301,8 @@ def _content_of(kind: type) -> Look:
         return _content(_numpy_generator)
     if "_multiprocessing.SemLock" in names:
         return _semaphore
+    if "_thread._ThreadHandle" in names:
+        return _thread_handle
     if f"{kind.__module__}.{kind.__name__}" in _STATELESS:
         return _callable_or_kind
     if package in _OURS:
@@ -533,7 +535,9 @@ def _waiting(value: Any, names: NameFilter) -> Parts:
     held = [] if is_a(value, queue.SimpleQueue) else [Part("queue", list(value.queue))]
     if is_a(value, queue.Queue):
         asked = ["unfinished_tasks"] if "unfinished_tasks" in names.names else []
-        held += [Part(name, getattr(value, name)) for name in ("maxsize", *asked)]
+        # `is_shutdown`: since Python 3.13; then `put` raises.
+        names_of_parts = ("maxsize", "is_shutdown", *asked)
+        held += [Part(k, getattr(value, k)) for k in names_of_parts if hasattr(value, k)]
     size = value.qsize()
     is_moved = _ASKING_A_QUEUE.isdisjoint(names.names) and (
         size > 0 or _TAKING.isdisjoint(names.names)
@@ -1149,7 +1153,9 @@ def _logger(value: Any, names: NameFilter) -> Parts:
     logger = value if is_a(value, logging.Logger) else value.logger
     level = logger.getEffectiveLevel() if isinstance(logger, logging.Logger) else 0
     fact = ("logger", getattr(logger, "name", ""), level, logging.root.manager.disable)
-    held = [] if logger is value else [Part("extra", value.extra)]
+    # `merge_extra`: since Python 3.13.
+    of_adapter = ("extra", "merge_extra") if logger is not value else ()
+    held = [Part(k, getattr(value, k)) for k in of_adapter if hasattr(value, k)]
     held += [Part(k, getattr(logger, k, None)) for k in _OF_LOGGERS if k in names.names]
     if "hasHandlers" in names.names and isinstance(logger, logging.Logger):
         held.append(Part("hasHandlers", logging.Logger.hasHandlers(logger)))
@@ -1160,6 +1166,11 @@ def _lock(value: Any, names: NameFilter) -> Parts:
     is_asked = not _ASKING_A_LOCK.isdisjoint(names.names)
     # A recursive lock says only in its text whether it is held.
     return Parts((type(value), repr(value).startswith("<locked") if is_asked else None))
+
+
+def _thread_handle(value: Any, names: NameFilter) -> Parts:
+    """What a `Thread` holds since Python 3.13: whether it has ended."""
+    return Parts((type(value), value.is_done()))
 
 
 def _semaphore(value: Any, names: NameFilter) -> Parts:
