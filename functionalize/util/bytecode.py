@@ -140,6 +140,9 @@ _OTHERS = frozenset(
     | {"PUSH_EXC_INFO", "RETURN_GENERATOR", "SETUP_ANNOTATIONS", "UNPACK_EX", "UNPACK_SEQUENCE", "WITH_EXCEPT_START"}
 )  # fmt: skip
 KNOWN = _SKIPPED | _OTHERS | _PARTICULAR | {*_NAMED, *_PAIRS, *_COUNTED, *_PLAIN}
+_LAST = frozenset(
+    {"BINARY_SLICE", "STORE_SLICE"}
+)  # of their two steps, it is the second that calls methods
 # In the tables of an interpreter, and in no code object: what it puts there while it runs is not in `co_code`.
 NOT_IN_CODE = frozenset({"ENTER_EXECUTOR", "EXIT_INIT_CHECK", "INTERPRETER_EXIT", "RESERVED"})
 
@@ -165,7 +168,8 @@ class _Reader:
     def read(self, raws: Iterable[Any], handlers: Iterable[int]) -> Steps:
         """The steps. handlers: the offsets to which exceptions lead."""
         starts: list[int] = []
-        first: list[int] = []  # the step of each instruction
+        first: list[int] = []  # the step of each instruction to which a jump leads
+        runs: list[int] = []  # and that in which it calls what others may see
         jumps: dict[int, int] = {}
         for raw in raws:
             starts.append(raw.offset)
@@ -176,6 +180,7 @@ class _Reader:
             self._read(raw.opname, raw.arg or 0, raw.argval)
             if raw.opname == "CALL_KW":  # the constant before it is a part of the same step
                 first[-1] -= 1
+            runs.append(first[-1] + (raw.opname in _LAST))
             if len(self.steps) > first[-1] and self.steps[-1].op in JUMPS:
                 jumps[self.steps[-1].at] = raw.argval
         where = dict(zip(starts, first, strict=True))
@@ -187,7 +192,7 @@ class _Reader:
             else step
             for step in self.steps
         )
-        return Steps(steps, tuple(starts), tuple(first))
+        return Steps(steps, tuple(starts), tuple(first), tuple(runs))
 
     def _add(self, op: Op, effect: int, **fields: Any) -> None:
         self.steps.append(Step(op, len(self.steps), effect, self.line, **fields))
@@ -293,11 +298,15 @@ LOADS = frozenset({"constant", "local", "cell", "deref", "global", "name"})
 
 
 class Steps(NamedTuple):
-    """What `read` returns. starts, first: where each instruction of the code begins, and its first step."""
+    """What `read` returns. starts: where each instruction of the code begins. first: its step to which a jump leads.
+
+    runs: its step in which it calls methods of the user's objects.
+    """
 
     steps: tuple[Step, ...]
     starts: tuple[int, ...]
     first: tuple[int, ...]
+    runs: tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
@@ -320,8 +329,8 @@ def read(code: CodeType) -> tuple[Step, ...]:
 
 def running(frame: FrameType) -> Step:
     """The step that a frame runs: `f_lasti` may point to a part of an instruction, or of a call."""
-    steps, starts, first = _read(frame.f_code)
-    return steps[first[max(bisect.bisect_right(starts, frame.f_lasti) - 1, 0)]]
+    steps, starts, _, runs = _read(frame.f_code)
+    return steps[runs[max(bisect.bisect_right(starts, frame.f_lasti) - 1, 0)]]
 
 
 def constants_of(code: CodeType) -> Iterator[Any]:
@@ -350,7 +359,7 @@ def handlers_of(code: CodeType) -> Iterator[tuple[int, int, int]]:
 
 def may_repeat(code: CodeType, at: int) -> bool:
     """Whether a jump, or an exception, may lead from a step, or one after it, to it or one before it."""
-    steps, starts, first = _read(code)
+    steps, starts, first, _ = _read(code)
     if any(s.target is not None and s.target <= at <= s.at for s in steps):
         return True
     where = dict(zip(starts, first, strict=True))

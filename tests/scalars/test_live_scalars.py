@@ -242,10 +242,10 @@ def test_a_division_by_zero_at_replay_is_what_it_is_in_eager() -> None:
     for value in (1.0, 2.0, 4.0):
         step(torch.tensor(value))
     before = weight.clone()
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as raised:
         step(torch.tensor(0.0))
     assert torch.equal(weight, before)
-    assert step.stats.guard_failures == ["a number cannot be computed: float division by zero"]
+    assert step.stats.guard_failures == [f"a number cannot be computed: {raised.value}"]
 
 
 def test_sizes_and_bools_are_constants_with_a_guard() -> None:
