@@ -19,6 +19,7 @@ import datetime
 import decimal
 import marshal
 import math
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, lru_cache, partial
@@ -35,6 +36,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from functionalize.util.added_up import added_up, original
 from functionalize.util.bytecode import read
 from functionalize.util.code_objects import is_generated
 from functionalize.util.packages import is_installed_file, is_standard_file, is_users
@@ -46,6 +48,11 @@ _EXACT_CALLABLES = (
     *(time.sleep, time.gmtime, time.localtime, time.ctime),
 )
 _EXACT = frozenset(map(id, _EXACT_CALLABLES))
+# Since Python 3.12 C's `sum` adds up exact floats in a way of its own. A recording replaces it by its name alone.
+_SUM_IS_EXACT = sys.version_info >= (3, 12)
+_SUMS = (
+    added_up.__code__
+)  # of ours, and between the user's function and a generator that it sums up
 _EXACT_NAMES = frozenset(
     {"Decimal", "timedelta", "from_float", "create_decimal", "datetime64", "timedelta64"}
 )
@@ -66,7 +73,7 @@ def may_need_exact_number(frame: FrameType | None, known: dict[tuple[CodeType, .
     if frame is None or is_internal_code(frame.f_code):
         return False  # torch computes with the number itself
     todo: list[Code] = []
-    while frame is not None and not is_own(frame.f_code.co_filename):
+    while frame is not None and (frame.f_code is _SUMS or not is_own(frame.f_code.co_filename)):
         if not _is_librarys(frame.f_code):
             todo.append((frame.f_code, frame.f_globals, frame.f_locals))
         frame = frame.f_back
@@ -101,12 +108,22 @@ def _any_needs_exact(todo: list[Code]) -> bool:
             found = _value(name, scope, inner) if name else None
             if path and (found is float or found is int):  # `float.hex(number)`
                 return True
+            if _SUM_IS_EXACT and (name in inner or name in scope) and _holds_sum(found):
+                return True
             for attribute in ("", *path):
                 found = _attribute(found, attribute) if attribute else found
                 if id(found) in _EXACT or _package(found) in _WRITERS:
                     return True
             todo += _functions(found)
     return False
+
+
+def _holds_sum(value: Any) -> bool:
+    """Whether a variable is Python's `sum`, or a small container with it."""
+    if type(value) is dict:
+        value = list(value.values()) if len(value) <= _MOST_ELEMENTS else ()
+    is_container = type(value) in (list, tuple) and len(value) <= _MOST_ELEMENTS
+    return any(each is original for each in value) if is_container else value is original
 
 
 def _attribute(value: Any, name: str) -> Any:
