@@ -406,6 +406,7 @@ def made(source: str, **names: Any) -> Any:
     return space["law"]
 
 
+@pytest.mark.long
 @settings(max_examples=max(300, settings.default.max_examples))
 @given(functions())
 def test_a_step_is_what_the_interpreter_does(source: str) -> None:
@@ -508,6 +509,7 @@ def speeches(draw: st.DrawFn, most: int = 3) -> str:
 FOUND = {"told": 0, "known": 0}
 
 
+@pytest.mark.long
 @settings(max_examples=max(400, settings.default.max_examples))
 @given(speeches())
 def test_a_text_goes_where_the_bytecode_says(source: str) -> None:
@@ -549,7 +551,8 @@ def _may_be(parts: Text, value: str) -> bool:
     return True
 
 
-def test_of_most_texts_the_call_is_known() -> None:
+@pytest.mark.long
+def test_of_many_texts_the_call_is_known() -> None:
     assert FOUND["known"] > 0.15 * FOUND["told"] > 0, FOUND
 
 
