@@ -7,7 +7,8 @@ asks; a name that is imported for type checkers only is a `ForwardRef`. To ask h
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 
@@ -22,3 +23,42 @@ def annotations_of(value: Any) -> Mapping[str, Any]:
         return found
     of_function: Mapping[str, Any] = value.__annotations__
     return of_function
+
+
+Place = tuple[
+    str, int
+]  # of the function that evaluates annotations: its qualified name and its first line
+
+
+def evaluated_in(scope: dict[str, Any]) -> Iterator[Place]:
+    """Evaluate the annotations of a module and of its functions and classes, which keep them: the places of these.
+
+    Since Python 3.14. Those that cannot be evaluated, and those of what nothing in the module leads to, are left out.
+    """
+    name = scope.get("__name__")
+    todo: list[Any] = [sys.modules.get(str(name)), *scope.values()]
+    done: set[int] = set()
+    while todo:
+        value = todo.pop()
+        value = (
+            getattr(value, "__func__", value)
+            if isinstance(value, (classmethod, staticmethod))
+            else value
+        )
+        if isinstance(value, property):
+            todo += [value.fget, value.fset, value.fdel]
+        is_own_class = isinstance(value, type) and value.__module__ == name
+        is_own_module = isinstance(value, ModuleType) and vars(value) is scope
+        if not (is_own_class or is_own_module or type(value) is FunctionType) or id(value) in done:
+            continue
+        done.add(id(value))
+        table = vars(value)
+        todo += table.values() if is_own_class else [table.get("__wrapped__")]
+        annotate = getattr(value, "__annotate__", None)
+        if type(annotate) is not FunctionType or annotate.__globals__ is not scope:
+            continue
+        try:
+            _ = value.__annotations__
+        except Exception:  # a name that is imported for type checkers only
+            continue
+        yield annotate.__code__.co_qualname, annotate.__code__.co_firstlineno
