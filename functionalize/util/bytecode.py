@@ -140,9 +140,8 @@ _OTHERS = frozenset(
     | {"PUSH_EXC_INFO", "RETURN_GENERATOR", "SETUP_ANNOTATIONS", "UNPACK_EX", "UNPACK_SEQUENCE", "WITH_EXCEPT_START"}
 )  # fmt: skip
 KNOWN = _SKIPPED | _OTHERS | _PARTICULAR | {*_NAMED, *_PAIRS, *_COUNTED, *_PLAIN}
-_LAST = frozenset(
-    {"BINARY_SLICE", "STORE_SLICE"}
-)  # of their two steps, it is the second that calls methods
+# Of their two steps it is the second that calls methods.
+_LAST = frozenset({"BINARY_SLICE", "STORE_SLICE"})
 # In the tables of an interpreter, and in no code object: what it puts there while it runs is not in `co_code`.
 NOT_IN_CODE = frozenset({"ENTER_EXECUTOR", "EXIT_INIT_CHECK", "INTERPRETER_EXIT", "RESERVED"})
 
@@ -227,7 +226,10 @@ class _Reader:
         )
 
     def _local(self, op: Op, name: Any) -> Op:
-        """Since Python 3.13 one instruction loads local variables, and the cells of variables for a function inside."""
+        """Since Python 3.13 one instruction loads local variables, and the cells of variables for a function inside.
+
+        A comprehension in line may have a cell of a name that is a plain variable around it: "cell" stands for both.
+        """
         return "cell" if op == "local" and name in self.cells else op
 
     def _particular(self, name: str, arg: int, value: Any) -> None:
@@ -309,7 +311,7 @@ class Steps(NamedTuple):
     runs: tuple[int, ...]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=2048)
 def _read(code: CodeType) -> Steps:
     version = sys.version_info[:2]
     if version not in VERSIONS:

@@ -234,7 +234,7 @@ def _loads(code: CodeType) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple(found)
 
 
-_LOADS = frozenset({"global", "name", "deref", "local", "save_local"})
+_LOADS = frozenset({"global", "name", "deref", "local", "save_local", "cell"})
 _ATTRIBUTES = frozenset({"attribute", "method", "super"})
 _HOLDERS: dict[type, tuple[str, ...]] = {
     partial: ("func", "args"),
