@@ -563,6 +563,8 @@ _CONSTRUCTORS = frozenset({"__new__", "__init__", "__post_init__", "__init_subcl
 _NO_STATE = frozenset(
     {"__dict__", "__weakref__", "__doc__", "__module__", "__class__", "__slots__", "_abc_impl"}
 )
+# What a class has of its annotations since Python 3.14, called where somebody asks for these.
+_ANNOTATING = frozenset({"__annotate__", "__annotate_func__", "__annotations_cache__"})
 # Methods that dataclasses generate, and what calls them.
 _GENERATED = {"__repr__": TEXT} | dict.fromkeys(
     ("__eq__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__"), EQUALITY
@@ -725,6 +727,8 @@ def is_patchable(kind: type) -> bool:
 
 
 def _is_called_by_others(key: str, value: Any, names: NameFilter, inherited: set[str]) -> bool:
+    if key in _ANNOTATING:
+        return "__annotations__" in names
     if key in _CONSTRUCTORS or not (callable(value) or hasattr(type(value), "__get__")):
         return False
     if not (key.startswith("__") and key.endswith("__")):
