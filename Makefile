@@ -6,15 +6,18 @@
 #   make test TORCH=2.15.0                another torch, in an environment of its own: .venv-2.15.0
 #   make newest                           what CI runs on the newest torch
 #   make fuzz                             2,000 random programs at random sizes
-#   make env PYTHON=python3.12            another interpreter   (after `make clean`)
+#   make test PYTHON=python3.13           another interpreter, in an environment of its own: .venv-python3.13
+#   make newer PYTHON=python3.13          what CI runs on a newer Python
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+DEFAULT := $(shell command -v python3.11 || command -v python3)
+PYTHON ?= $(DEFAULT)
 # Pinned and installed first: the snapshots were taken with this release, and the newest one may
 # come as a larger build for an accelerator that the tests do not use.
 PINNED := 2.13.0
 NEWEST := 2.15.0
 TORCH ?= $(PINNED)
-VENV ?= .venv$(if $(filter-out $(PINNED),$(TORCH)),-$(TORCH))
+OTHER := $(filter-out $(notdir $(DEFAULT)),$(notdir $(PYTHON)))
+VENV ?= .venv$(if $(OTHER),-$(OTHER))$(if $(filter-out $(PINNED),$(TORCH)),-$(TORCH))
 ARGS ?=
 # Processes that run tests, a file at a time; 0: this one. Tests on ranks start processes of their own beside them.
 WORKERS ?= 2
@@ -24,8 +27,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# A Python of a distribution may come without pip: then another one installs into its environment.
+PIP := if $(BIN)/python -c 'import pip' 2>/dev/null; then pip="$(BIN)/python -m pip"; \
+	else pip="python3 -m pip --python $(BIN)/python"; fi; $$pip
 
-.PHONY: demo test newest fuzz lint bench env clean
+.PHONY: demo test newest newer fuzz lint bench env clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo $(ARGS)
@@ -36,6 +42,10 @@ test: $(STAMP)
 newest:
 	$(MAKE) demo TORCH=$(NEWEST)
 	$(MAKE) test TORCH=$(NEWEST) ARGS="tests/fsdp tests/laws tests/discharge tests/ir tests/program tests/recorder tests/scalars tests/calls tests/state tests/walk tests/audit tests/lengths tests/late_sizes"
+
+newer:
+	$(MAKE) demo
+	$(MAKE) test ARGS="tests/fsdp tests/laws tests/scalars tests/calls tests/state tests/walk tests/step tests/util"
 
 fuzz: $(STAMP)
 	$(BIN)/python -m pytest tests/laws/test_sized_programs.py --fuzz-long
@@ -68,11 +78,11 @@ env: $(STAMP)
 $(STAMP): pyproject.toml Makefile
 	@test -n "$(PYTHON)" || { echo "No Python found: install 3.11 or set PYTHON"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "functionalize needs Python 3.11 or newer: set PYTHON")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet torch==$(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[test,models,plots,page,cli,accelerate,lightning]'
+	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || $(PYTHON) -m venv --clear --without-pip $(VENV)
+	@$(PIP) install --quiet torch==$(TORCH)
+	@$(PIP) install --quiet --editable '.[test,models,plots,page,cli,accelerate,lightning]'
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* .pythons build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

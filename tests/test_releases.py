@@ -1,4 +1,4 @@
-"""The releases of torch that are tested are the same ones everywhere that they are named."""
+"""The releases of torch and Python that are tested are the same ones everywhere that they are named."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 from functionalize.fsdp.releases import TESTED
+from functionalize.util.bytecode import VERSIONS
 from functionalize.util.torch_release import minor_of
 from tests.expect import NEWEST, PINNED
 
@@ -47,3 +48,18 @@ def test_the_line_of_the_readme() -> None:
     assert tuple(row.split(", ")) == TESTED
     (torch,) = tomllib.loads(text("pyproject.toml"))["project"]["dependencies"]
     assert torch in text("README.md")
+
+
+NOT_TO_BE_HAD = "3.12"
+
+
+def test_the_pythons() -> None:
+    known = [".".join(map(str, version)) for version in VERSIONS]
+    rows = re.findall(r"^\| (3\.\d+) \| (.*) \|$", text("docs/limits.md"), re.MULTILINE)
+    assert sorted(name for name, _ in rows) == known
+    assert [name for name, said in rows if said.startswith("nothing")] == [NOT_TO_BE_HAD]
+    classifiers = tomllib.loads(text("pyproject.toml"))["project"]["classifiers"]
+    run = [each.rpartition(" ")[2] for each in classifiers if re.search(r":: 3\.\d+$", each)]
+    assert run == [name for name in known if name != NOT_TO_BE_HAD]
+    assert f"Python {known[0]} to {known[-1]}" in text("README.md")
+    assert "make newer" in text(".ci/run")

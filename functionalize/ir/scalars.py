@@ -85,6 +85,14 @@ class LiveNumber:
     hint: Any
 
 
+_sum = sum  # the original: while a step is recorded, another function has its name
+
+
+def summed(start: Any, *terms: Any) -> Any:
+    """`sum(terms, start)`: since Python 3.12 it rounds once, where additions round each time."""
+    return _sum(terms, start)
+
+
 def is_expression(value: Any) -> bool:
     """Whether a value is an expression, computed at every call; all others are constants."""
     return isinstance(value, _KINDS)
@@ -204,6 +212,8 @@ def applied_text(function: Any, args: list[str]) -> str | None:
         return f"{args[0]} {_INFIX[function]} {args[1]}"
     if function is operator.neg:
         return f"-{args[0]}"
+    if function is summed:
+        return f"sum(({', '.join(args[1:])}), {args[0]})"
     if getattr(function, "__module__", "") in ("_operator", "math", "builtins"):
         return f"{function.__name__.strip('_')}({', '.join(args)})"
     return None

@@ -21,6 +21,7 @@ from functools import cache
 from typing import Any
 
 from functionalize.errors import LoadError
+from functionalize.util.annotations import annotations_of
 
 Check = Callable[[Any], bool]
 
@@ -56,8 +57,8 @@ def _checks(kind: Any) -> tuple[tuple[str, Check], ...]:
     space = vars(sys.modules[kind.__module__])
     found: dict[str, Any] = {}
     for each in reversed(kind.__mro__):
-        found |= vars(each).get("__annotations__", {})
-    if hasattr(kind, "__annotations__") and not found:
+        found |= annotations_of(each)
+    if not found and hasattr(kind, "__annotations__"):
         found = dict(kind.__annotations__)
     return tuple((name, _check(_evaluated(found.get(name), space))) for name in names)
 

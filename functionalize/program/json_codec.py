@@ -35,7 +35,7 @@ from functionalize._compat.dispatch import auto_functionalized
 from functionalize._compat.graphs import pytree
 from functionalize.errors import LoadError, SaveError
 from functionalize.ir.commit import commit
-from functionalize.ir.scalars import OF_MATH
+from functionalize.ir.scalars import OF_MATH, summed
 from functionalize.program.callable_ops import op_of
 from functionalize.program.field_types import checked
 from functionalize.program.known_types import Types, type_name
@@ -85,6 +85,7 @@ _FUNCTIONS: Mapping[str, Any] = {
     **{f"math.{n}": getattr(math, n) for n in ("trunc", "floor", "ceil", *OF_MATH)},
     **{n: getattr(builtins, n) for n in ("bool", "int", "float", "abs", "format", "repr", "round")},
     "float.is_integer": float.is_integer,
+    "sum": summed,
     "auto_functionalized": auto_functionalized,
     "commit": commit,
 }

@@ -63,7 +63,9 @@ from functionalize.util.user_stack import is_internal, is_of_import, line_of_fra
 
 Recordings = Callable[[], Iterable[Checks]]  # the checks of this thread's recordings
 
-_AT_MOST_ONCE = (warnings.__file__, "<frozen importlib")
+# Since Python 3.14 `warnings` imports its functions from another module.
+_WARNS = warnings.formatwarning.__code__.co_filename
+_AT_MOST_ONCE = (warnings.__file__, _WARNS, "<frozen importlib")
 _CACHED = type(functools.cache(len))
 _OURS = ("functionalize.",)
 _BENIGN = (

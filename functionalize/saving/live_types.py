@@ -24,6 +24,7 @@ from torch import nn
 
 from functionalize._compat.dispatch import all_op_names
 from functionalize.saving.object_names import Names
+from functionalize.util.annotations import annotations_of
 from functionalize.util.packages import is_users
 from functionalize.walk.code_names import codes_of
 
@@ -96,7 +97,7 @@ class _Named:
         for code in codes_of(function.__code__):
             words |= dict.fromkeys(code.co_names)
         self._add_words(words, space, users)
-        self._add_annotations(function.__annotations__, space)
+        self._add_annotations(annotations_of(function), space)
         for cell in function.__closure__ or ():
             try:
                 content = cell.cell_contents
@@ -149,7 +150,7 @@ class _Named:
             return
         space = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
         for base in kind.__mro__:
-            self._add_annotations(vars(base).get("__annotations__", {}), space)
+            self._add_annotations(annotations_of(base), space)
             if is_users(base.__module__):
                 for each in list(vars(base).values()):
                     self.add_value(each)

@@ -1,7 +1,7 @@
 """Where the text of a formatted value goes: into an argument of one call, unmodified, or anywhere else.
 
-    print(f"loss {loss:.3f}", flush=True)     site_at(code, offset of the formatting of `loss`):
-        CallSite(offset of the call, Global("print"), (Text("loss ", offset),), {"flush": None})
+    print(f"loss {loss:.3f}", flush=True)     site_at(code, position of the formatting of `loss`):
+        CallSite(position of the call, Global("print"), (Text("loss ", at),), {"flush": None})
     print("loss " + str(loss))                also `"%.3f" % loss`, `"{:.3f}".format(loss)`
     message = f"loss {loss:.3f}"              the call, if no other instruction loads `message`, and no loop or
     log.info(message)                         second assignment may give it another text
@@ -15,49 +15,50 @@ The bytecode of the calling function decides, in one run of instructions without
 that is stored): nothing else sees the text there. What the run has on its stack is followed as far as it puts texts
 together:
 
-    f"loss {loss:.3f}"                    Text(("loss ", offset))
-    [f"{a}", "b"]                         _BuiltItems((Text((offset,)), _CodeConstant("b")))
-    (f"{v:.3f}" for v in values)          _Comprehension(its code, offset of the call that makes it)
-    ", ".join(...) of the two             Text((offset, ", ", "b")), Text((offset of `join`,))
+    f"loss {loss:.3f}"                    Text(("loss ", at))
+    [f"{a}", "b"]                         _BuiltItems((Text((at,)), _CodeConstant("b")))
+    (f"{v:.3f}" for v in values)          _Comprehension(position of the call that makes it, is_generator=True)
+    ", ".join(...) of the two             Text((at, ", ", "b")), Text((at of the call of `join`, ""))
 
-An offset is that of the instruction that formats a value; -1 stands for an unknown text.
-Invariant: where an instruction is not known, or where code would have to run to find the function that is called, the
-answer is None.
+Each of them is known by the position of its step in the code (`util/bytecode.py`): of the formatting, of the call, of
+the list that a comprehension makes in line; -1 stands for an unknown text.
+Invariant: where a step is not known, or where code would have to run to find the function that is called, the answer is
+None.
 """
 
 from __future__ import annotations
 
-import bisect
-import dis
 import inspect
 import string
-import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-TAKES_TEXT = (
-    "__functionalize_takes_text__"  # an attribute of functions whose calls a replay makes again
-)
+from functionalize.util.bytecode import ENDS, Step, block_of, may_repeat, read, running
+
+# An attribute of functions whose calls a replay makes again.
+TAKES_TEXT = "__functionalize_takes_text__"
 
 
 @dataclass(frozen=True, slots=True)
 class CallSite:
-    """A call. offset: of its instruction. callee: how it was loaded. args, keywords: None for those that are no `Text`.
+    """A call. at: its position. callee: how it was loaded. args, keywords: None for those that are no `Text`.
 
-    conversions: for instructions that format by `!r` or `!s`, the specification that follows.
-    formats: for instructions that format by `%`, the text on its left.
+    conversions: for steps that format by `!r` or `!s`, the specification that follows.
+    formats: for steps that format by `%`, the text on its left.
+    made_at: of an element of a comprehension in line, the position of what makes the list; None for all others.
     """
 
-    offset: int
+    at: int
     callee: Any
     args: tuple[Text | None, ...]
     keywords: Mapping[str, Text | None]
     conversions: Mapping[int, str]
     formats: Mapping[int, str]
+    made_at: int | None = None
 
 
 # The callee of a `CallSite` in the code of a comprehension: the text becomes an element, and goes nowhere else.
@@ -70,81 +71,53 @@ class _NotKnown(Exception):
     """The bytecode is not understood."""
 
 
-def instruction_at(frame: FrameType) -> int:
-    """The offset of the instruction that a frame runs: `f_lasti` may point into the cache entries after it.
-
-    In Python 3.11 it may point to the `PRECALL` before a `CALL`, which then calls C functions (`str`) itself.
-    """
-    starts, offsets = _positions(frame.f_code)
-    return offsets[bisect.bisect_right(starts, frame.f_lasti) - 1]
-
-
-@lru_cache(maxsize=1024)
-def _positions(code: CodeType) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where each instruction begins, with its `PRECALL`, and its offset."""
-    steps = [s for s in dis.get_instructions(code) if s.opname not in _SKIPPED - {"PRECALL"}]
-    pairs = zip(steps, [*steps[1:], *steps[-1:]], strict=True)
-    offsets = (then.offset if step.opname == "PRECALL" else step.offset for step, then in pairs)
-    return tuple(step.offset for step in steps), tuple(offsets)
-
-
-@lru_cache(maxsize=1024)
-def _offsets(code: CodeType) -> tuple[int, ...]:
-    return tuple(i.offset for i in _instructions(code))
-
-
-@lru_cache(maxsize=1024)
-def _instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
-    return tuple(i for i in dis.get_instructions(code) if i.opname not in _SKIPPED)
-
-
 @lru_cache(maxsize=4096)
-def site_at(code: CodeType, offset: int) -> CallSite | None:
-    """The call that receives the text which the instruction at `offset` formats; None if it may go elsewhere."""
-    run = _straight(code, offset)
-    if run is None:
-        return None
+def site_at(code: CodeType, at: int) -> CallSite | None:
+    """The call that receives the text which the step at this position formats; None if it may go elsewhere."""
+    steps, loop = block_of(code, at)
+    if loop is not None and (loop.kind != "list" or may_repeat(code, loop.at)):
+        return None  # see `CallSite.made_at`: of which list an element is would not be known
+    run = _straight(steps, at)
     try:
-        return _Run(code, offset).of(run)
+        return _Run(code, at, loop).of(run)
     except _NotKnown:
         return None
 
 
-def _straight(code: CodeType, offset: int) -> list[dis.Instruction] | None:
-    """The instructions around `offset` that always run one after the other."""
-    found: list[dis.Instruction] = []
+def _straight(steps: Sequence[Step], at: int) -> list[Step]:
+    """The steps around `at` that always run one after the other."""
+    found: list[Step] = []
     is_there = False
-    for each in _instructions(code):
-        if each.is_jump_target:
+    for each in steps:
+        if each.is_target:
             if is_there:
                 break
             found = []
         found.append(each)
-        is_there = is_there or each.offset == offset
-        if "JUMP" in each.opname or each.opname in _ENDS:
+        is_there = is_there or each.at == at
+        if each.op in ENDS:
             if is_there:
                 break
             found = []
-    return found if is_there else None
+    return found if is_there else []
 
 
 class _Run:
-    """The stack along one run of instructions, as far as it is known. target: the offset of the formatting."""
+    """The stack along one run of steps, as far as it is known. target: the position of the formatting."""
 
-    def __init__(self, code: CodeType, target: int) -> None:
-        self.code, self.constants, self.target = code, code.co_consts, target
+    def __init__(self, code: CodeType, target: int, loop: Step | None) -> None:
+        self.code, self.target, self.loop = code, target, loop
         self.formats: dict[int, str] = {}
         self.is_made = False
         self.stack: list[Any] = []
-        self.keywords: tuple[str, ...] = ()
         self.conversions: dict[int, str] = {}
 
-    def of(self, run: list[dis.Instruction]) -> CallSite | None:
+    def of(self, run: list[Step]) -> CallSite | None:
         for step in run:
             site = self._step(step)
             if site is not None:
                 return site
-            self.is_made = self.is_made or step.offset == self.target
+            self.is_made = self.is_made or step.at == self.target
             if self.is_made and not any(map(self._has_target, self.stack)):
                 return None
         return None
@@ -166,74 +139,78 @@ class _Run:
     def _push(self, *values: Any) -> None:
         self.stack += values
 
-    def _step(self, step: dis.Instruction) -> CallSite | None:
-        name, arg, value = step.opname, step.arg or 0, step.argval
-        if name == "STORE_FAST" and self._is_on_top():
+    def _step(self, step: Step) -> CallSite | None:
+        op, value = step.op, step.value
+        if op == "set_local" and self._is_on_top():
             return self._stored(step, self._pop()[0])
-        if name == "LOAD_FAST" and step.offset == self.target:
-            self._push(Text((step.offset,)))
-        elif name == "LOAD_CONST":
-            self._push(_CodeConstant(value))
-        elif name == "LOAD_GLOBAL":
-            self._push(*([_NULL] if arg & 1 else []), Global(value))
-        elif name in ("LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW"):
-            self._push(*map(Local, value))
-        elif name.startswith("LOAD_FAST") or name == "LOAD_DEREF":
+        if op == "local":
+            self._push(Text((step.at,)) if step.at == self.target else Local(value))
+        elif op == "deref":
             self._push(Local(value))
-        elif name == "LOAD_NAME":
-            self._push(_OTHER)
-        elif name == "PUSH_NULL":
+        elif op == "constant":
+            self._push(_CodeConstant(value))
+        elif op == "global":
+            self._push(*[_NULL] * step.number, Global(value))
+        elif op == "null":
             self._push(_NULL)
-        elif name in ("LOAD_ATTR", "LOAD_METHOD"):
+        elif op in ("attribute", "method"):
             (owner,) = self._pop()
-            is_callee = name == "LOAD_METHOD" or (arg & 1 and _LOADS_METHODS)
             is_known = _is_name(owner) or _is_constant_text(owner)
             found = Attribute(owner, value) if is_known else _OTHER
-            self._push(*([_NULL] if is_callee else []), found)
-        elif name in ("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"):
-            self._format(step, name, arg)
-        elif name == "BINARY_OP":
+            self._push(*([_NULL] if op == "method" else []), found)
+        elif op == "convert":
+            self._convert(step)
+        elif op == "format":
+            self._format(step)
+        elif op == "binary":
             self._push(self._operated(step, *self._pop(2)))
-        elif name == "BUILD_STRING":
-            self._push(self._joined(self._pop(arg)))
-        elif name == "KW_NAMES":
-            self.keywords = tuple(self.constants[arg])
-        elif name == "CALL_KW":
-            (names,) = self._pop()
-            if type(names) is not _CodeConstant:
-                raise _NotKnown
-            self.keywords = tuple(names.value)
-            return self._call(step, arg)
-        elif name == "CALL":
-            return self._call(step, arg)
-        elif name in _EFFECTS:
-            pops, pushes = _EFFECTS[name]
-            self._pop(pops)
-            self._push(*[_OTHER] * pushes)
-        elif name in ("BUILD_LIST", "BUILD_TUPLE"):
-            self._push(_BuiltItems(tuple(self._pop(arg))))
-        elif name == "MAKE_FUNCTION" and not arg & ~_CLOSURE:
-            *_, code = self._pop(2 if arg else 1)
+        elif op == "join":
+            self._push(self._joined(self._pop(step.number)))
+        elif op == "call":
+            return self._call(step)
+        elif op == "build" and step.kind in ("list", "tuple"):
+            self._push(_BuiltItems(tuple(self._pop(step.number))))
+        elif (
+            op == "function" and step.number <= 1
+        ):  # one value below the code: variables it encloses
+            *_, code = self._pop(1 + step.number)
             self._push(code)
-        elif name == "LOAD_CLOSURE":
-            self._push(_OTHER)
-        elif self._is_element(name, arg):
+        elif op == "function_part" and step.number == _CLOSURE:
+            _, code = self._pop(2)
+            self._push(code)
+        elif op == "inlined":
+            self._pop()
+            is_list = step.kind == "list"
+            self._push(_Comprehension(step.at, is_generator=False) if is_list else _OTHER)
+        elif self._is_element(step):
+            text = self._pop()[0]
+            made_at = self.loop.at if self.loop is not None else None
             return CallSite(
-                step.offset, ELEMENT, (self._pop()[0],), {}, dict(self.conversions), self.formats
+                step.at, ELEMENT, (text,), {}, dict(self.conversions), self.formats, made_at
             )
-        elif name in _BUILDS:
-            self._pop(arg * _BUILDS[name] + (name == "BUILD_CONST_KEY_MAP"))
-            self._push(_OTHER)
+        elif op in _EFFECTS or op == "build":
+            pops = _EFFECTS[op] if op in _EFFECTS else 1 - step.effect
+            self._pop(pops)
+            self._push(*[_OTHER] * (pops + step.effect))
         elif self.is_made:
             raise _NotKnown
         else:  # what is on the stack now is not known, and what is pushed later is
             self.stack = []
         return None
 
-    def _is_element(self, name: str, arg: int) -> bool:
-        """Whether an instruction makes the text an element of what a comprehension makes."""
-        made_by = {"<genexpr>": "YIELD_VALUE", "<listcomp>": "LIST_APPEND"}.get(self.code.co_name)
-        return name == made_by and (name == "YIELD_VALUE" or arg > 1) and self._is_on_top()
+    def _is_element(self, step: Step) -> bool:
+        """Whether a step makes the text an element of what a comprehension makes."""
+        if not self._is_on_top():
+            return False
+        if step.op == "yield":
+            return self.code.co_name == "<genexpr>"
+        if step.op != "add" or step.kind != "list":
+            return False
+        if self.loop is None:
+            return self.code.co_name == "<listcomp>" and step.number > 1
+        # Below the element are the iterators of the loops around it, and then the list.
+        loops = [s for s in self.loop.body if s.op == "for" and s.target is not None]
+        return step.number == 2 + sum(s.at < step.at < (s.target or 0) for s in loops)
 
     def _is_on_top(self) -> bool:
         """Whether the text is the topmost value."""
@@ -241,42 +218,46 @@ class _Run:
             bool(self.stack) and type(self.stack[-1]) is Text and self._has_target(self.stack[-1])
         )
 
-    def _format(self, step: dis.Instruction, name: str, arg: int) -> None:
-        has_spec = name == "FORMAT_WITH_SPEC" or (name == "FORMAT_VALUE" and bool(arg & 4))
-        spec = self._pop()[0] if has_spec else _CodeConstant("")
+    def _convert(self, step: Step) -> None:
+        """`!r` and `!s`: they make the text, and a specification that follows formats it."""
+        value, *above = self._pop(1 + step.number)
+        if type(value) is not Text:
+            self.conversions[step.at] = ""
+            value = Text((step.at,))
+        elif step.kind != "str":
+            if self._has_target(value):
+                raise _NotKnown
+            value = Text((step.at,))
+        self._push(value, *above)
+
+    def _format(self, step: Step) -> None:
+        spec = self._pop()[0] if step.number else _CodeConstant("")
         (value,) = self._pop()
-        if name == "CONVERT_VALUE":  # of Python 3.13: the next instruction formats the text
-            self.conversions[step.offset] = ""
-            self._push(Text((step.offset,)))
-        elif type(value) is Text:  # a text that was converted
-            (at,) = value.parts if len(value.parts) == 1 else (None,)
-            if at is None and spec == _CodeConstant("") and name == "FORMAT_VALUE" and not arg & 2:
-                self._push(value)
-                return
-            if not isinstance(at, int) or type(spec) is not _CodeConstant:
-                if self._has_target(value) or self._has_target(spec):
-                    raise _NotKnown
-                self._push(Text((step.offset,)))
-                return
-            self.conversions[at] = str(spec.value)
+        if type(value) is not Text:
+            if self._has_target(value):
+                raise _NotKnown
+            self._push(Text((step.at,)))
+        elif spec == _CodeConstant(""):  # of a text: the same one
             self._push(value)
         else:
-            if name == "FORMAT_VALUE" and arg & 3:
-                if type(spec) is not _CodeConstant:
-                    if step.offset == self.target:
-                        raise _NotKnown
-                    spec = _CodeConstant("")
-                self.conversions[step.offset] = str(spec.value)
-            self._push(Text((step.offset,)))
+            (at,) = value.parts if len(value.parts) == 1 else (None,)
+            is_known = type(spec) is _CodeConstant and isinstance(at, int)
+            if is_known and not self.conversions.get(at):  # type: ignore[arg-type]
+                self.conversions[at] = str(spec.value)  # type: ignore[index]
+                self._push(value)
+                return
+            if self._has_target(value) or self._has_target(spec):
+                raise _NotKnown
+            self._push(Text((step.at,)))
 
-    def _operated(self, step: dis.Instruction, left: Any, right: Any) -> Any:
+    def _operated(self, step: Step, left: Any, right: Any) -> Any:
         """`"%.3f" % value`, and texts that are added."""
-        if step.argrepr == "%" and _is_constant_text(left) and not self._has_target(right):
-            self.formats[step.offset] = left.value
-            return Text((step.offset,))
-        if step.offset == self.target:
+        if step.kind == "%" and _is_constant_text(left) and not self._has_target(right):
+            self.formats[step.at] = left.value
+            return Text((step.at,))
+        if step.at == self.target:
             raise _NotKnown
-        is_sum = step.argrepr == "+" and all(
+        is_sum = step.kind == "+" and all(
             type(e) is Text or _is_constant_text(e) for e in (left, right)
         )
         return self._joined([left, right]) if is_sum else _OTHER
@@ -299,7 +280,7 @@ class _Run:
             raise _NotKnown
         return _OTHER
 
-    def _stored(self, step: dis.Instruction, text: Text) -> CallSite | None:
+    def _stored(self, step: Step, text: Text) -> CallSite | None:
         """The call that receives a text which a local variable holds in between."""
         use = _only_use(self.code, step)
         site = site_at(self.code, use) if use is not None else None
@@ -327,18 +308,17 @@ class _Run:
                 raise _NotKnown
         return Text(tuple(parts))
 
-    def _call(self, step: dis.Instruction, count: int) -> CallSite | None:
-        values = self._pop(count)
-        pair = self._pop(2)
-        names, self.keywords = self.keywords, ()
+    def _call(self, step: Step) -> CallSite | None:
+        values, pair, names = self._pop(step.number), self._pop(2), step.keywords
         callees = [each for each in pair if each is not _NULL]
-        if not count and type(pair[0]) is _CodeConstant and type(pair[0].value) is CodeType:
-            self._push(_Comprehension(pair[0].value, step.offset))
+        if not step.number and type(pair[0]) is _CodeConstant and type(pair[0].value) is CodeType:
+            is_generator = bool(pair[0].value.co_flags & inspect.CO_GENERATOR)
+            self._push(_Comprehension(step.at, is_generator))
             return None
         is_text = all(type(each) is Text for each in values if self._has_target(each))
         if not is_text or not any(map(self._has_target, values)):
             callee = callees[0] if len(callees) == 1 else None
-            made = self._made(step.offset, callee, values, names)
+            made = self._made(step.at, callee, values, names)
             if not is_text and not self._has_target(made):
                 raise _NotKnown
             self._push(made)
@@ -349,7 +329,7 @@ class _Run:
         split = len(texts) - len(names)
         keywords = dict(zip(names, texts[split:], strict=True))
         return CallSite(
-            step.offset,
+            step.at,
             callees[0],
             tuple(texts[:split]),
             keywords,
@@ -358,50 +338,51 @@ class _Run:
         )
 
 
-def _only_use(code: CodeType, store: dis.Instruction) -> int | None:
-    """The offset of the one instruction that loads what `store` stores; None if a variable may hold another text."""
-    steps, name = _instructions(code), store.argval
-    of_name = [
-        s for s in steps if s.argval == name or (type(s.argval) is tuple and name in s.argval)
-    ]
-    of_name = [s for s in of_name if "FAST" in s.opname or "DEREF" in s.opname]
-    loads = [s.offset for s in of_name if s.opname == "LOAD_FAST"]
+def _only_use(code: CodeType, store: Step) -> int | None:
+    """The position of the one step that loads what `store` stores; None if a variable may hold another text."""
+    steps, name = read(code), store.value
+    of_name = [s for s in steps if s.value == name and s.op in _OF_VARIABLES]
+    loads = [s.at for s in of_name if s.op == "local"]
     flags = code.co_flags
     arguments = code.co_argcount + code.co_kwonlyargcount + bool(flags & 4) + bool(flags & 8)
     is_argument = name in code.co_varnames[:arguments]
-    repeats = any(
-        "JUMP_BACKWARD" in s.opname and s.argval <= store.offset <= s.offset for s in steps
-    )
     sees_all = {"locals", "vars", "eval", "exec", "dir"} & set(code.co_names)
-    if len(of_name) != 2 or len(loads) != 1 or is_argument or repeats or sees_all:
+    if (
+        len(of_name) != 2
+        or len(loads) != 1
+        or is_argument
+        or sees_all
+        or may_repeat(code, store.at)
+    ):
         return None
     site = site_at(code, loads[0])
     base = _root(site.callee) if site is not None else None
     is_fixed = type(base) is Global or (
         type(base) is Local
         and base.name in code.co_varnames
-        and not any("STORE" in s.opname and s.argval == base.name for s in steps)
+        and not any(s.op in _STORES and s.value == base.name for s in steps)
     )
-    return loads[0] if is_fixed and loads[0] > store.offset else None
+    return loads[0] if is_fixed and loads[0] > store.at else None
 
 
-_LOADS_METHODS = sys.version_info >= (3, 12)  # LOAD_ATTR does, if a bit of its argument is set
-_SKIPPED = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL", "COPY_FREE_VARS"})
-_ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RERAISE", "RAISE_VARARGS", "SEND", "FOR_ITER"})
+_STORES = frozenset({"set_local", "set_deref", "set_global", "set_name", "set_attribute"})
+_OF_VARIABLES = frozenset(
+    {"local", "set_local", "del_local", "save_local", "cell", "make_cell", "deref", "set_deref"}
+    | {"del_deref"}
+)
 
 
 def drops_result(frame: FrameType) -> bool:
     """Whether the function of a frame does not use the result of the call that it makes now."""
-    steps = _instructions(frame.f_code)
-    at = bisect.bisect_right(_offsets(frame.f_code), frame.f_lasti)
-    return at < len(steps) and steps[at].opname == "POP_TOP"
+    steps, at = read(frame.f_code), running(frame).at + 1
+    return at < len(steps) and steps[at].op == "pop"
 
 
 # -- what is on the stack of a function that puts a text together ----------------------------------
 
 
 class Text(NamedTuple):
-    """A text put together: constants, and the offsets of the instructions that format values; -1: an unknown text."""
+    """A text put together: constants, and the positions of the steps that format values; -1: an unknown text."""
 
     parts: tuple[str | int, ...]
 
@@ -419,10 +400,10 @@ class _BuiltItems(NamedTuple):
 
 
 class _Comprehension(NamedTuple):
-    """A generator expression, or the list of a list comprehension. at: the offset of the call that makes it."""
+    """A generator expression, or the list of a list comprehension. at: the position of what makes it."""
 
-    code: CodeType
     at: int
+    is_generator: bool
 
 
 def _is_constant_text(value: Any) -> bool:
@@ -433,11 +414,11 @@ def _is_constant_text(value: Any) -> bool:
 def _parts_of_join(at: int, separator: str, joined: Any) -> tuple[str | int, ...] | None:
     """The parts of the text that `separator.join(joined)` makes at `at`; None if it is not known what is joined.
 
-    The elements of a comprehension have one offset: of the call during which its code runs.
+    The elements of a comprehension have one position: of the call during which its code runs, or of its list. The empty
+    text beside it says that a format of the whole is no format of each.
     """
     if type(joined) is _Comprehension:
-        is_generator = bool(joined.code.co_flags & inspect.CO_GENERATOR)
-        return (at if is_generator else joined.at,)
+        return (at if joined.is_generator else joined.at, "")
     if type(joined) is not _BuiltItems:
         return None
     found: list[str | int] = []
@@ -448,16 +429,12 @@ def _parts_of_join(at: int, separator: str, joined: Any) -> tuple[str | int, ...
     return tuple(found)
 
 
-# What other instructions take from the stack and put on it.
+# How many values other steps take from the stack.
 _EFFECTS = {
-    "GET_ITER": (1, 1),
-    "BINARY_SUBSCR": (2, 1), "COMPARE_OP": (2, 1), "CONTAINS_OP": (2, 1),
-    "IS_OP": (2, 1), "UNARY_NEGATIVE": (1, 1), "UNARY_NOT": (1, 1), "UNARY_INVERT": (1, 1),
-    "TO_BOOL": (1, 1), "BINARY_SLICE": (3, 1), "STORE_FAST": (1, 0), "STORE_DEREF": (1, 0),
-    "STORE_GLOBAL": (1, 0), "POP_TOP": (1, 0), "STORE_ATTR": (2, 0), "STORE_SUBSCR": (3, 0),
+    "name": 0, "cell": 0, "iterate": 1, "unary": 1, "subscript": 2, "compare": 2, "contains": 2, "is": 2,
+    "set_local": 1, "set_deref": 1, "set_global": 1, "pop": 1, "set_attribute": 2, "set_subscript": 3,
 }  # fmt: skip
-_BUILDS = {"BUILD_SET": 1, "BUILD_SLICE": 1, "BUILD_MAP": 2, "BUILD_CONST_KEY_MAP": 1}
-_CLOSURE = 8  # of `MAKE_FUNCTION`: a tuple of cells lies below the code
+_CLOSURE = 8  # of a function: the cells of variables that it encloses, below its code
 
 
 # -- the function that is called -------------------------------------------------------------------

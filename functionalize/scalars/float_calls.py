@@ -15,7 +15,6 @@ command-line options (`add_argument("--lr", type=float)`) do not run in a step, 
 
 from __future__ import annotations
 
-import dis
 import inspect
 import linecache
 import os
@@ -32,6 +31,8 @@ import torch
 
 from functionalize.scalars.live_scalars import as_live, is_live, plain
 from functionalize.scalars.scalar_log import ScalarLog
+from functionalize.util.annotations import Place, evaluated_in
+from functionalize.util.bytecode import read
 from functionalize.util.packages import is_users
 
 Scope = dict[str, Any]
@@ -49,8 +50,10 @@ def float_scopes(functions: Iterable[FunctionType]) -> tuple[Scope, ...]:
         if id(scope) not in found and code.co_filename == file and _names_it(code):
             # Another recording may have put its function there.
             is_free = _NAME not in scope or scope[_NAME] is _float
-            if is_users(scope.get("__name__")) and is_free and _only_calls(file, _age_of(file)):
-                found[id(scope)] = scope
+            if is_users(scope.get("__name__")) and is_free:
+                later = _annotations_with_it(file, _age_of(file))
+                if later is not None and _are_evaluated(scope, later):
+                    found[id(scope)] = scope
     return tuple(found.values())
 
 
@@ -86,7 +89,7 @@ def _float(*args: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def _names_it(code: CodeType) -> bool:
-    return any(_NAME in each.co_names for each in (code, *_functions(code)))
+    return any(_NAME in each.co_names for each in (code, *(inner for inner, _ in _functions(code))))
 
 
 def _age_of(file: str) -> int:
@@ -98,32 +101,51 @@ def _age_of(file: str) -> int:
 
 
 @lru_cache(maxsize=256)
-def _only_calls(file: str, age: int) -> bool:
-    """Whether all functions in a file, as it was written at this time, use the name in calls of it alone."""
+def _annotations_with_it(file: str, age: int) -> frozenset[Place] | None:
+    """None: a function in a file, as it was written at this time, uses the name in other ways than calls of it.
+
+    Else the functions that evaluate annotations with the name: since Python 3.14 they run when somebody asks. Those of
+    functions inside of functions count as the latter's code, as they do before.
+    """
     linecache.checkcache(file)  # the module may have been changed and loaded again
     source = "".join(linecache.getlines(file))
     try:
         code = compile(source, file, "exec", dont_inherit=True)
     except (SyntaxError, ValueError):
-        return False
-    return bool(source) and all(map(_calls_it, _functions(code)))
+        return None
+    later: set[Place] = set()
+    for each, is_inner in _functions(code):
+        if not _calls_it(each):
+            if is_inner or each.co_name != "__annotate__":
+                return None
+            later.add((each.co_qualname, each.co_firstlineno))
+    return frozenset(later) if source else None
 
 
-def _functions(code: CodeType) -> Iterator[CodeType]:
-    """The code of every function in a code object, also of nested functions and of classes in functions."""
+def _are_evaluated(scope: Scope, later: frozenset[Place]) -> bool:
+    """Whether these annotations have their values already, and cannot take another function for `float`."""
+    return not later or (scope.get(_NAME) is not _float and later <= {*evaluated_in(scope)})
+
+
+def _functions(code: CodeType, is_inner: bool = False) -> Iterator[tuple[CodeType, bool]]:
+    """The code of every function in a code object, also of nested functions and of classes in functions.
+
+    With whether it is inside of another function.
+    """
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            if constant.co_flags & inspect.CO_OPTIMIZED or code.co_flags & inspect.CO_OPTIMIZED:
-                yield constant
-            yield from _functions(constant)
+            is_function = bool(constant.co_flags & inspect.CO_OPTIMIZED)
+            if is_function or is_inner:
+                yield constant, is_inner
+            yield from _functions(constant, is_inner or is_function)
 
 
 def _calls_it(code: CodeType) -> bool:
-    """Whether code loads the name only to call it: the lowest bit of the operand of LOAD_GLOBAL says so."""
+    """Whether code loads the name only to call it."""
     if _NAME not in code.co_names or "add_argument" in code.co_names:
         return True
     return all(
-        step.opname == "LOAD_GLOBAL" and (step.arg or 0) & 1
-        for step in dis.get_instructions(code)
-        if step.argval == _NAME and step.opname != "LOAD_CONST"
+        step.op == "global" and step.number == 1
+        for step in read(code)
+        if step.value == _NAME and step.op != "constant"
     )

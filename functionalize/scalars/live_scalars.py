@@ -28,16 +28,17 @@ import operator
 import re
 import weakref
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from functionalize.ir.scalars import is_expression
+from functionalize.ir.scalars import is_expression, summed
 from functionalize.scalars.live_text import is_formatted, text_of
 from functionalize.scalars.scalar_log import Number, ScalarLog, computed, learned
 from functionalize.util import structure
+from functionalize.util.added_up import added_up
 
 
 def _operands(*values: Any) -> tuple[Any, ...] | None:
@@ -295,6 +296,29 @@ def for_live(function: Callable[..., Any]) -> Callable[..., Any]:
 
     call.__name__, call.__doc__ = function.__name__, function.__doc__
     return call
+
+
+def live_sum(iterable: Iterable[Any], /, start: Any = 0) -> Any:
+    """`sum`, live if a number is."""
+    return added_up(iterable, start, is_live, plain, _sum_of_numbers)
+
+
+def _sum_of_numbers(start: Any, terms: list[Any]) -> Any:
+    """The sum of numbers of which some are live.
+
+    From the first float on C adds up what the additions lose by rounding: of two numbers, that changes nothing.
+    """
+    every = [start, *terms]
+    first = next((at for at, each in enumerate(every) if isinstance(each, float)), len(every))
+    operands = _operands(*every) if len(every) - first > _EXACT_TERMS else None
+    if operands is not None:
+        return as_live(computed(summed, *operands))
+    for each in terms:
+        start = start + each
+    return start
+
+
+_EXACT_TERMS = 2
 
 
 _LIVE_TYPES = frozenset({LiveFloat, LiveInt})

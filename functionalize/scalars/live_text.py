@@ -13,7 +13,6 @@ Invariant: a text that no call has taken when the recording ends is a fact.
 
 from __future__ import annotations
 
-import dis
 import functools
 import logging
 import sys
@@ -31,10 +30,10 @@ from functionalize.scalars.call_sites import (
     CallSite,
     Text,
     callee_of,
-    instruction_at,
     site_at,
 )
 from functionalize.scalars.scalar_log import Number, ScalarLog, learned, learned_at
+from functionalize.util.bytecode import running
 
 _LOGGING = logging.info.__code__.co_filename
 # Functions of `logging` that pass their message on to a method of the root logger.
@@ -42,7 +41,6 @@ _FORWARDERS = frozenset(
     id(getattr(logging, name))
     for name in ("debug", "info", "warning", "error", "critical", "fatal", "log")
 )
-_BINARY = dis.opmap["BINARY_OP"]
 _ENOUGH = 2  # ways: more than one is too many
 _LONGEST = 2_000  # characters
 
@@ -69,11 +67,11 @@ class Formatted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
-    """A text that no call has taken yet. at: the offset of the instruction that formatted it, in the frame `frame`.
+    """A text that no call has taken yet. at: the position of the step that formatted it, in the frame `frame`.
 
     learned: the function and its arguments, whose result Python has.
-    element: for an element that a comprehension makes, its frame, its text, and the offset of the formatting there;
-    `frame` and `at` are then those of the call during which it runs.
+    element: for an element that a comprehension makes, its frame, its text, and the position of the formatting there;
+    `frame` and `at` are then those of the call during which it runs, or of the list that it makes in line.
     """
 
     frame: FrameType
@@ -101,7 +99,7 @@ def text_of(number: Number, function: Callable[..., str], *args: Any) -> str:
 def is_formatted(number: Number, function: Callable[..., Any]) -> bool:
     """Whether C code asks for `function(number)` to format it by `%` for a call that is repeated, and is no fact."""
     frame = sys._getframe(2)
-    if not number.alive or frame.f_code.co_code[instruction_at(frame)] != _BINARY:
+    if not number.alive or running(frame).op != "binary":
         return False
     return _is_pending(number, frame, function, ())
 
@@ -110,13 +108,16 @@ def _is_pending(
     number: Number, frame: FrameType, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> bool:
     """Whether only a call that is repeated receives the text that the instruction of a frame formats."""
-    at, learned = instruction_at(frame), (function, args)
+    at, learned = running(frame).at, (function, args)
     site, element = site_at(frame.f_code, at), None
     inner, inside = site, at
     if inner is not None and inner.callee is ELEMENT and inner.args[0] and frame.f_back is not None:
         element = frame, inner.args[0], at
-        frame = frame.f_back
-        at = instruction_at(frame)
+        if inner.made_at is not None:  # in line: Python 3.12 and newer
+            at = inner.made_at
+        else:
+            frame = frame.f_back
+            at = running(frame).at
         site = site_at(frame.f_code, at)
     if site is None or inner is None or not _takes_text(callee_of(site, frame)):
         return False
@@ -159,8 +160,8 @@ def taken(
     """
     while frame.f_code.co_filename == _LOGGING and frame.f_back is not None:
         frame = frame.f_back
-    at = instruction_at(frame)
-    mine = [p for p in log.texts if p.frame is frame and p.site.offset == at]
+    at = running(frame).at
+    mine = [p for p in log.texts if p.frame is frame and p.site.at == at]
     if not mine:
         return {}
     site = mine[0].site

@@ -8,6 +8,8 @@
     buffer[i] = number                  C++ makes a tensor of the number without an op: made by `torch.full` instead
     torch.tensor([number, 1.0])         converts to plain numbers: calls `torch.full` instead, which accepts live ones
     json.dumps({"loss": number})        C code that accepts Python's own types only: receives the plain number
+    sum([number, 1.0, 2.0])             since Python 3.12 C adds up floats in another way: an expression of its own
+    math.sumprod([number], [2.0])       the same: receives plain numbers
     statistics.mean([number, 1.0])      makes a result of the type of its elements: `type` is replaced in the module
     F.interpolate(x, scale_factor=n)    its C++ op accepts no symbolic int: receives the plain number
     tensor._wrapped_number              see Note [Wrapped numbers]
@@ -24,6 +26,7 @@ Each calls the original if no recording with live numbers is active.
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import json
 import math
@@ -48,6 +51,7 @@ from functionalize.scalars.live_scalars import (
     as_live,
     for_live,
     is_live,
+    live_sum,
     plain,
     settled,
 )
@@ -85,6 +89,10 @@ def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]
     yield batchnorm, "float", _as_float
     for name in (*OF_MATH, *DECISIONS):
         yield math, name, for_live(getattr(math, name))
+    if sys.version_info >= (3, 12):
+        yield builtins, "sum", live_sum
+        for owner in (math, statistics):
+            yield owner, "sumprod", _of_plain_elements(owner.sumprod)
     made = _batch_norm(recorders, torch.batch_norm)
     scripted[id(made)] = torch.batch_norm
     yield torch, "batch_norm", made
@@ -102,8 +110,8 @@ def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]
         made = _of_constants(original := getattr(owner, name), arguments)
         scripted[id(made)] = original
         yield owner, name, made
-    builtins = script_builtins()
-    yield builtins, "_find_builtin", _original_builtin(scripted, builtins._find_builtin)
+    of_script = script_builtins()
+    yield of_script, "_find_builtin", _original_builtin(scripted, of_script._find_builtin)
 
 
 def _item(original: Any) -> Any:
@@ -347,6 +355,16 @@ def _copied(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_copied(v) for v in value]
     return plain(value)
+
+
+def _of_plain_elements(original: Any) -> Any:
+    """A function of iterables of numbers that C reads."""
+
+    def call(*iterables: Any) -> Any:
+        return original(*([plain(each) for each in iterable] for iterable in iterables))
+
+    call.__name__, call.__doc__ = original.__name__, original.__doc__
+    return call
 
 
 def _type_of(value: Any) -> type:

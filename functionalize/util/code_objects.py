@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import types
 from typing import Any
+
+from functionalize.util.bytecode import read
 
 
 def compiled(code: types.CodeType) -> tuple[Any, ...]:
@@ -103,5 +104,5 @@ def closed_function(
 def _assigns(code: types.CodeType) -> bool:
     """Whether a function, or one nested in it, assigns to variables that it encloses."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    own = (i for i in dis.get_instructions(code) if i.opname in ("STORE_DEREF", "DELETE_DEREF"))
-    return any(i.argval in code.co_freevars for i in own) or any(map(_assigns, inner))
+    own = (step for step in read(code) if step.op in ("set_deref", "del_deref"))
+    return any(step.value in code.co_freevars for step in own) or any(map(_assigns, inner))

@@ -17,9 +17,9 @@ from __future__ import annotations
 import builtins
 import datetime
 import decimal
-import dis
 import marshal
 import math
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, lru_cache, partial
@@ -36,6 +36,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from functionalize.util.added_up import added_up, original
+from functionalize.util.bytecode import read
 from functionalize.util.code_objects import is_generated
 from functionalize.util.packages import is_installed_file, is_standard_file, is_users
 from functionalize.util.user_stack import is_internal, is_own
@@ -46,6 +48,11 @@ _EXACT_CALLABLES = (
     *(time.sleep, time.gmtime, time.localtime, time.ctime),
 )
 _EXACT = frozenset(map(id, _EXACT_CALLABLES))
+# Since Python 3.12 C's `sum` adds up exact floats in a way of its own. A recording replaces it by its name alone.
+_SUM_IS_EXACT = sys.version_info >= (3, 12)
+_SUMS = (
+    added_up.__code__
+)  # of ours, and between the user's function and a generator that it sums up
 _EXACT_NAMES = frozenset(
     {"Decimal", "timedelta", "from_float", "create_decimal", "datetime64", "timedelta64"}
 )
@@ -66,7 +73,7 @@ def may_need_exact_number(frame: FrameType | None, known: dict[tuple[CodeType, .
     if frame is None or is_internal_code(frame.f_code):
         return False  # torch computes with the number itself
     todo: list[Code] = []
-    while frame is not None and not is_own(frame.f_code.co_filename):
+    while frame is not None and (frame.f_code is _SUMS or not is_own(frame.f_code.co_filename)):
         if not _is_librarys(frame.f_code):
             todo.append((frame.f_code, frame.f_globals, frame.f_locals))
         frame = frame.f_back
@@ -101,12 +108,22 @@ def _any_needs_exact(todo: list[Code]) -> bool:
             found = _value(name, scope, inner) if name else None
             if path and (found is float or found is int):  # `float.hex(number)`
                 return True
+            if _SUM_IS_EXACT and (name in inner or name in scope) and _holds_sum(found):
+                return True
             for attribute in ("", *path):
                 found = _attribute(found, attribute) if attribute else found
                 if id(found) in _EXACT or _package(found) in _WRITERS:
                     return True
             todo += _functions(found)
     return False
+
+
+def _holds_sum(value: Any) -> bool:
+    """Whether a variable is Python's `sum`, or a small container with it."""
+    if type(value) is dict:
+        value = list(value.values()) if len(value) <= _MOST_ELEMENTS else ()
+    is_container = type(value) in (list, tuple) and len(value) <= _MOST_ELEMENTS
+    return any(each is original for each in value) if is_container else value is original
 
 
 def _attribute(value: Any, name: str) -> Any:
@@ -197,27 +214,28 @@ def _loads(code: CodeType) -> tuple[tuple[str, tuple[str, ...]], ...]:
     number.
     """
     found: dict[tuple[str, tuple[str, ...]], None] = {}
-    steps = [s for s in dis.get_instructions(code) if s.opname not in ("CACHE", "EXTENDED_ARG")]
-    for at, step in enumerate(steps):
-        following = takewhile(lambda s: s.opname in ("LOAD_ATTR", "LOAD_METHOD"), steps[at + 1 :])
-        path = tuple(str(s.argval) for s in following)
-        then = steps[at + 1] if at + 1 < len(steps) else step
-        if step.opname in ("IMPORT_NAME", "IMPORT_FROM"):
-            writer = str(step.argval).partition(".")[0] in _WRITERS
-            found["", ("Decimal" if writer else str(step.argval),)] = None
-        elif step.opname in _LOADS or step.opname.startswith("LOAD_FAST"):
-            own = then.opname.startswith("LOAD_FAST") and then.argval in _OWN
-            if not (step.argval == "type" and own):
-                found[str(step.argval), path] = None
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            found["", (str(step.argval),)] = None
+    steps = read(code)
+    for step in steps:
+        following = takewhile(lambda s: s.op in _ATTRIBUTES, steps[step.at + 1 :])
+        path = tuple(str(s.value) for s in following)
+        then = steps[step.at + 1] if step.at + 1 < len(steps) else step
+        if step.op in ("import", "import_from"):
+            writer = str(step.value).partition(".")[0] in _WRITERS
+            found["", ("Decimal" if writer else str(step.value),)] = None
+        elif step.op in _LOADS:
+            own = then.op == "local" and then.value in _OWN
+            if not (step.value == "type" and own):
+                found[str(step.value), path] = None
+        elif step.op in _ATTRIBUTES:
+            found["", (str(step.value),)] = None
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             found.update(dict.fromkeys(_loads(constant)))
     return tuple(found)
 
 
-_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
+_LOADS = frozenset({"global", "name", "deref", "local", "save_local", "cell"})
+_ATTRIBUTES = frozenset({"attribute", "method", "super"})
 _HOLDERS: dict[type, tuple[str, ...]] = {
     partial: ("func", "args"),
     staticmethod: ("__func__",),

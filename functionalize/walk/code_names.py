@@ -11,7 +11,6 @@ Invariant: where the bytecode is not understood, the answer is `is_dynamic`.
 
 from __future__ import annotations
 
-import dis
 import functools
 import re
 import types
@@ -19,6 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+
+from functionalize.util.bytecode import ENDS, Step, read
 
 # Code that names one of these may read an attribute whose name is data.
 _DYNAMIC = frozenset(
@@ -28,11 +29,7 @@ _DYNAMIC = frozenset(
 )  # fmt: skip
 _ALL_GLOBALS = frozenset({"globals", "exec"})  # code that names them may read any
 _BY_CONSTANT = frozenset({"getattr", "hasattr", "setattr", "delattr"})
-_GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
-_NO_EFFECT = frozenset({"KW_NAMES", "CACHE", "EXTENDED_ARG", "NOP"})
-_CALL = (
-    "PRECALL" if "PRECALL" in dis.opmap else "CALL"
-)  # Python 3.11 takes the arguments from the stack in PRECALL
+_GLOBAL_OPS = frozenset({"global", "name", "set_global", "del_global"})
 # Names for the operators that call generated methods of dataclasses; for `==` and `in` of what is no constant.
 EQUALITY, TEXT, OBJECTS = "==", "repr()", "== of objects"
 COPY = "copy.copy"  # for this function: many objects have a method of its name
@@ -151,20 +148,20 @@ def names_in(code: types.CodeType) -> CodeNames:
     is_dynamic = False
     for each in codes_of(code):
         names.update(each.co_names)
-        instructions = list(dis.get_instructions(each))
+        steps = read(each)
         is_dynamic |= not _DYNAMIC.isdisjoint({*each.co_names} - {"eval"}) or _evaluates(each)
-        for i, instruction in enumerate(instructions):
-            if instruction.opname == "MATCH_CLASS":  # it reads the attributes in `__match_args__`
+        for step in steps:
+            if step.op == "match_class":  # it reads the attributes in `__match_args__`
                 is_dynamic = True
-            elif instruction.opname in ("COMPARE_OP", "CONTAINS_OP"):
+            elif step.op in ("compare", "contains"):
                 names.add(EQUALITY)
-                is_order = instruction.opname == "COMPARE_OP" and "=" not in instruction.argrepr
-                if not (is_order or _is_number(instructions, i)):
+                is_order = step.op == "compare" and "=" not in step.kind
+                if not (is_order or _is_number(steps, step.at)):
                     names.add(OBJECTS)
-            elif instruction.opname in ("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC"):
+            elif step.op == "format":
                 names.add(TEXT)
-            elif instruction.argval in _BY_CONSTANT and instruction.opname != "LOAD_CONST":
-                name = _constant_name(instructions, i)
+            elif step.value in _BY_CONSTANT and step.op != "constant":
+                name = _constant_name(steps, step.at)
                 is_dynamic |= name is None
                 names.update(() if name is None else (name,))
         if not _TEXT_NAMES.isdisjoint(each.co_names):
@@ -187,47 +184,42 @@ def _evaluates(code: types.CodeType) -> bool:
     """Whether code may evaluate a text. `model.eval()` does not: it is a method without arguments."""
     if "eval" not in code.co_names:
         return False
-    steps = [each for each in dis.get_instructions(code) if each.opname not in _NO_EFFECT]
     return any(
-        each.argval == "eval"
-        and each.opname != "LOAD_CONST"
-        and not (
-            each.opname in ("LOAD_METHOD", "LOAD_ATTR")
-            and (following.opname, following.arg) == (_CALL, 0)
-        )
-        for each, following in pairwise(steps)
+        each.value == "eval"
+        and each.op != "constant"
+        and not (each.op in ("method", "attribute") and _is_call_of_nothing(following))
+        for each, following in pairwise(read(code))
     )
 
 
-def _constant_name(code: Sequence[dis.Instruction], at: int) -> str | None:
-    """The constant second argument of a call of `getattr`, which instruction `at` loads; None: it may be any."""
-    if code[at].opname not in ("LOAD_GLOBAL", "LOAD_NAME"):
+def _is_call_of_nothing(step: Step) -> bool:
+    return step.op == "call" and step.number == 0
+
+
+def _constant_name(steps: Sequence[Step], at: int) -> str | None:
+    """The constant second argument of a call of `getattr`, which step `at` loads; None: it may be any."""
+    if steps[at].op != "name" and (steps[at].op, steps[at].number) != ("global", 1):
         return None
     depth, second = 0, None  # depth: how many arguments are on the stack
-    for i in range(at + 1, len(code)):
-        each = code[i]
-        if each.opname in _NO_EFFECT or (each.opname == "PUSH_NULL" and i == at + 1):
+    for each in steps[at + 1 :]:
+        if each.op == "null" and each.at == at + 1:
             continue
-        if "JUMP" in each.opname or each.opname in ("RETURN_VALUE", "CALL_FUNCTION_EX", "CALL_KW"):
+        if each.op in ENDS or each.op == "call_unpacked":
             return None
-        if each.opname == _CALL and depth == each.arg:
+        if each.op == "call" and depth == each.number:
             return second if depth in (2, 3) else None
-        before, depth = depth, depth + dis.stack_effect(each.opcode, each.arg, jump=False)
+        before, depth = depth, depth + each.effect
         if (before, depth) == (1, 2):
-            second = (
-                each.argval
-                if each.opname == "LOAD_CONST" and isinstance(each.argval, str)
-                else None
-            )
+            is_text = each.op == "constant" and isinstance(each.value, str)
+            second = each.value if is_text else None
         elif depth < 3 and before >= 2:  # the second argument is an expression
             second = None
     return None
 
 
-def _is_number(code: Sequence[dis.Instruction], at: int) -> bool:
-    """Whether the right operand of instruction `at` is a constant, or the result of arithmetic."""
-    before = next((each for each in reversed(code[:at]) if each.opname not in _NO_EFFECT), None)
-    return before is not None and before.opname in ("LOAD_CONST", "LOAD_SMALL_INT", "BINARY_OP")
+def _is_number(steps: Sequence[Step], at: int) -> bool:
+    """Whether the right operand of step `at` is a constant, or the result of arithmetic."""
+    return at > 0 and steps[at - 1].op in ("constant", "binary")
 
 
 _NOT_BY_STEPS = frozenset(
@@ -295,13 +287,13 @@ def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
 @functools.lru_cache(maxsize=4096)
 def imports_of(code: types.CodeType) -> tuple[tuple[int, str | None], ...]:
     """Level and name of each module that a code object imports when it runs; name None: the name is data."""
-    steps = list(dis.get_instructions(code))
+    steps = read(code)
     found: list[tuple[int, str | None]] = []
-    for at, step in enumerate(steps):
-        if step.opname == "IMPORT_NAME":
-            before = [s for s in steps[max(at - 4, 0) : at] if s.opname == "LOAD_CONST"]
-            levels = [s.argval for s in before if type(s.argval) is int]
-            found.append((levels[-1] if levels else 0, step.argval))
+    for step in steps:
+        if step.op == "import":
+            before = [s for s in steps[max(step.at - 4, 0) : step.at] if s.op == "constant"]
+            levels = [s.value for s in before if type(s.value) is int]
+            found.append((levels[-1] if levels else 0, step.value))
     if not _IMPORTING.isdisjoint(code.co_names) or {"sys", "modules"} <= {*code.co_names}:
         found.append((0, None))
     return tuple(found)
@@ -310,10 +302,5 @@ def imports_of(code: types.CodeType) -> tuple[tuple[int, str | None], ...]:
 @functools.lru_cache(maxsize=4096)
 def globals_of(code: types.CodeType) -> tuple[str, ...]:
     """The names of globals that a code object and those nested in it use. Other names in `co_names` are attributes."""
-    used = (
-        i.argval
-        for each in codes_of(code)
-        for i in dis.get_instructions(each)
-        if i.opname in _GLOBAL_OPS
-    )
+    used = (step.value for each in codes_of(code) for step in read(each) if step.op in _GLOBAL_OPS)
     return tuple(dict.fromkeys(used))

@@ -15,26 +15,21 @@ a write to one tensor would be read through the other.
 
 from __future__ import annotations
 
-import dis
 import functools
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from functionalize.util.bytecode import Step, read
+
 CONVERTERS = frozenset({"as_tensor", "tensor", "from_numpy"})
 _FRAMES = frozenset(
     {"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe", "breakpoint"}
 )
-_SKIPPED = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "RESUME"})
-_BEFORE_CALL = frozenset({"PRECALL", "KW_NAMES"})
-_PUSHES = frozenset(
-    {"LOAD_CONST", "LOAD_GLOBAL", "LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"}
-)
-_CONST_OF = frozenset({"LOAD_CONST", "LOAD_SMALL_INT"})
 _ARRAY = "_functionalize_array"  # of a tensor on the memory of an array: that array
 
 
@@ -56,7 +51,7 @@ def _of_code(code: CodeType, has_torch: bool) -> frozenset[ConvertedArray]:
         return frozenset()
     if CONVERTERS.isdisjoint(code.co_names):
         return frozenset()
-    steps = [s for s in dis.get_instructions(code) if s.opname not in _SKIPPED]
+    steps = read(code)
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     found: set[ConvertedArray] = set()
     for name in set(names) - set(code.co_cellvars):
@@ -64,9 +59,9 @@ def _of_code(code: CodeType, has_torch: bool) -> frozenset[ConvertedArray]:
     return frozenset(found)
 
 
-def _of_parameter(code: CodeType, steps: list[Any], name: str) -> set[ConvertedArray]:
-    uses = [at for at, s in enumerate(steps) if _mentions(s, name)]
-    stores = [at for at in uses if steps[at].opname == "STORE_FAST"]
+def _of_parameter(code: CodeType, steps: Sequence[Step], name: str) -> set[ConvertedArray]:
+    uses = [s.at for s in steps if s.value == name and s.op in _OF_VARIABLES]
+    stores = [at for at in uses if steps[at].op == "set_local"]
     if stores:
         first = stores[0]
         if code.co_exceptiontable or _may_pass(steps, first):
@@ -75,7 +70,7 @@ def _of_parameter(code: CodeType, steps: list[Any], name: str) -> set[ConvertedA
     good: set[Any] = set()
     bad: set[Any] = set()
     for at in uses:
-        if steps[at].opname not in ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"):
+        if steps[at].op != "local":
             return set()
         key, end = _key_after(steps, at)
         (good if _is_first_argument(steps, at, end) else bad).add(key)
@@ -86,52 +81,51 @@ def _of_parameter(code: CodeType, steps: list[Any], name: str) -> set[ConvertedA
     return {ConvertedArray(name, key) for key in good - bad}
 
 
-def _mentions(step: Any, name: str) -> bool:
-    if not ("FAST" in step.opname or "DEREF" in step.opname or "CLOSURE" in step.opname):
+_OF_VARIABLES = frozenset(
+    {
+        "local",
+        "set_local",
+        "del_local",
+        "save_local",
+        "cell",
+        "make_cell",
+        "deref",
+        "set_deref",
+        "del_deref",
+    }
+)
+
+
+def _may_pass(steps: Sequence[Step], at: int) -> bool:
+    """Whether a jump leads past a step."""
+    return any(s.target is not None and s.target > at for s in steps[:at])
+
+
+def _key_after(steps: Sequence[Step], at: int) -> tuple[Any, int]:
+    """The constant text by which a loaded value is looked up, and the last step of that; None: it is not."""
+    key, look_up = (*steps[at + 1 : at + 3], None, None)[:2]
+    if key is None or look_up is None or key.op != "constant" or look_up.op != "subscript":
+        return None, at
+    return (key.value, at + 2) if type(key.value) is str else (None, at)
+
+
+def _is_first_argument(steps: Sequence[Step], at: int, end: int) -> bool:
+    """Whether a call of a converter takes what the steps from `at` to `end` push as its first argument."""
+    before = [s for s in steps[max(at - 3, 0) : at] if s.op != "null"]
+    if len(before) < 2 or before[-1].op not in ("attribute", "method"):
         return False
-    return step.argval == name or (isinstance(step.argval, tuple) and name in step.argval)
-
-
-def _may_pass(steps: list[Any], at: int) -> bool:
-    """Whether a jump leads past an instruction."""
-    offset = steps[at].offset
-    jumps = (s for s in steps[:at] if s.opcode in dis.hasjrel or s.opcode in dis.hasjabs)
-    return any(s.argval > offset for s in jumps)
-
-
-def _key_after(steps: list[Any], at: int) -> tuple[Any, int]:
-    """The constant text by which a loaded value is looked up, and the last instruction of that; None: it is not."""
-    if at + 2 < len(steps) and steps[at + 1].opname in _CONST_OF:
-        look_up, key = steps[at + 2], steps[at + 1].argval
-        is_item = look_up.opname == "BINARY_SUBSCR" or (
-            look_up.opname == "BINARY_OP" and look_up.argrepr == "[]"
-        )
-        if is_item and type(key) is str:
-            return key, at + 2
-    return None, at
-
-
-def _is_first_argument(steps: list[Any], at: int, end: int) -> bool:
-    """Whether a call of a converter takes what the instructions from `at` to `end` push as its first argument."""
-    before = [s for s in steps[max(at - 3, 0) : at] if s.opname != "PUSH_NULL"]
-    if len(before) < 2 or before[-1].opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+    if before[-1].value not in CONVERTERS or before[-2].op != "global":
         return False
-    if before[-1].argval not in CONVERTERS or before[-2].opname != "LOAD_GLOBAL":
-        return False
-    if before[-2].argval != "torch":
+    if before[-2].value != "torch":
         return False
     pushed = 1
     for step in steps[end + 1 :]:
-        if step.opname in _PUSHES:
+        if step.op in ("constant", "global", "local"):
             pushed += 1
-        elif step.opname == "LOAD_ATTR" and pushed > 1:
+        elif step.op == "attribute" and pushed > 1:
             continue
-        elif step.opname == "CALL":
-            return bool(step.arg == pushed)
-        elif step.opname == "CALL_KW":  # 3.13: the names are pushed, too
-            return bool(step.arg == pushed - 1)
-        elif step.opname not in _BEFORE_CALL:
-            return False
+        else:
+            return step.op == "call" and step.number == pushed
     return False
 
 

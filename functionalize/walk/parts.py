@@ -32,7 +32,6 @@ import argparse
 import array as arrays
 import contextvars
 import ctypes
-import dis
 import enum
 import functools
 import gc
@@ -68,6 +67,7 @@ from functionalize.calls.progress import LOG_CLASSES
 from functionalize.cost.categories import Category
 from functionalize.ir.inputs import Call
 from functionalize.util.by_class import by_class
+from functionalize.util.bytecode import read
 from functionalize.util.code_objects import is_generated
 from functionalize.util.own_values import OWN_VALUES
 from functionalize.util.packages import is_standard, is_users
@@ -302,6 +302,8 @@ def _content_of(kind: type) -> Look:
         return _content(_numpy_generator)
     if "_multiprocessing.SemLock" in names:
         return _semaphore
+    if "_thread._ThreadHandle" in names:
+        return _thread_handle
     if f"{kind.__module__}.{kind.__name__}" in _STATELESS:
         return _callable_or_kind
     if package in _OURS:
@@ -534,7 +536,9 @@ def _waiting(value: Any, names: NameFilter) -> Parts:
     held = [] if is_a(value, queue.SimpleQueue) else [Part("queue", list(value.queue))]
     if is_a(value, queue.Queue):
         asked = ["unfinished_tasks"] if "unfinished_tasks" in names.names else []
-        held += [Part(name, getattr(value, name)) for name in ("maxsize", *asked)]
+        # `is_shutdown`: since Python 3.13; then `put` raises.
+        names_of_parts = ("maxsize", "is_shutdown", *asked)
+        held += [Part(k, getattr(value, k)) for k in names_of_parts if hasattr(value, k)]
     size = value.qsize()
     is_moved = _ASKING_A_QUEUE.isdisjoint(names.names) and (
         size > 0 or _TAKING.isdisjoint(names.names)
@@ -560,6 +564,8 @@ _CONSTRUCTORS = frozenset({"__new__", "__init__", "__post_init__", "__init_subcl
 _NO_STATE = frozenset(
     {"__dict__", "__weakref__", "__doc__", "__module__", "__class__", "__slots__", "_abc_impl"}
 )
+# What a class has of its annotations since Python 3.14, called where somebody asks for these.
+_ANNOTATING = frozenset({"__annotate__", "__annotate_func__", "__annotations_cache__"})
 # Methods that dataclasses generate, and what calls them.
 _GENERATED = {"__repr__": TEXT} | dict.fromkeys(
     ("__eq__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__"), EQUALITY
@@ -722,6 +728,8 @@ def is_patchable(kind: type) -> bool:
 
 
 def _is_called_by_others(key: str, value: Any, names: NameFilter, inherited: set[str]) -> bool:
+    if key in _ANNOTATING:
+        return "__annotations__" in names
     if key in _CONSTRUCTORS or not (callable(value) or hasattr(type(value), "__get__")):
         return False
     if not (key.startswith("__") and key.endswith("__")):
@@ -744,8 +752,7 @@ def _module(module: types.ModuleType, names: NameFilter) -> Parts:
 # -- bound methods ---------------------------------------------------------------------------------
 
 _OF_FRAMES = frozenset({"super", "locals", "vars", "dir", "eval", "exec", "f_locals", "_getframe"})
-_ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"})
-_BETWEEN = frozenset({"CACHE", "EXTENDED_ARG", "NOP"})
+_ATTRIBUTE = frozenset({"attribute", "method", "super", "set_attribute", "del_attribute"})
 _ALL_COUNTS = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor, type, types.ModuleType)
 WHOLE_METHOD = "method"  # the fact about a method all attributes of whose object count
 
@@ -812,17 +819,14 @@ def _attributes_of_self(code: types.CodeType) -> frozenset[str] | None:
     self = code.co_varnames[0]
     if self in code.co_cellvars:
         return None
-    steps = [each for each in dis.get_instructions(code) if each.opname not in _BETWEEN]
+    steps = read(code)
     found = set()
     for step, then in zip(steps, [*steps[1:], None], strict=True):
-        if isinstance(step.argval, tuple) and self in step.argval:  # two variables at once
-            return None
-        if step.argval != self or step.opname == "LOAD_CONST" or step.opname in _ATTRIBUTE:
+        if step.value != self or step.op == "constant" or step.op in _ATTRIBUTE:
             continue
-        loads = step.opname.startswith("LOAD_FAST")
-        if not loads or then is None or then.opname not in _ATTRIBUTE:
+        if step.op != "local" or then is None or then.op not in _ATTRIBUTE - {"super"}:
             return None
-        found.add(str(then.argval))
+        found.add(str(then.value))
     return frozenset(found)
 
 
@@ -895,14 +899,14 @@ def slot_names(kind: type) -> frozenset[str]:
 def _of_content(kind: type) -> frozenset[str]:
     """The attributes that the methods of libraries' classes assign, and those that Python and loggers' managers do."""
     assigned = frozenset(
-        step.argval
+        step.value
         for base in kind.__mro__
         if not is_users(base.__module__)
         for method in vars(base).values()
         if isinstance(method, types.FunctionType)
         if isinstance(wrapped := inspect.unwrap(method), types.FunctionType)
-        for step in dis.get_instructions(wrapped.__code__)
-        if step.opname == "STORE_ATTR"
+        for step in read(wrapped.__code__)
+        if step.op == "set_attribute"
     )
     return assigned | _OF_FUNCTIONS | ({"parent"} if issubclass(kind, logging.Logger) else set())
 
@@ -1154,7 +1158,9 @@ def _logger(value: Any, names: NameFilter) -> Parts:
     logger = value if is_a(value, logging.Logger) else value.logger
     level = logger.getEffectiveLevel() if isinstance(logger, logging.Logger) else 0
     fact = ("logger", getattr(logger, "name", ""), level, logging.root.manager.disable)
-    held = [] if logger is value else [Part("extra", value.extra)]
+    # `merge_extra`: since Python 3.13.
+    of_adapter = ("extra", "merge_extra") if logger is not value else ()
+    held = [Part(k, getattr(value, k)) for k in of_adapter if hasattr(value, k)]
     held += [Part(k, getattr(logger, k, None)) for k in _OF_LOGGERS if k in names.names]
     if "hasHandlers" in names.names and isinstance(logger, logging.Logger):
         held.append(Part("hasHandlers", logging.Logger.hasHandlers(logger)))
@@ -1165,6 +1171,11 @@ def _lock(value: Any, names: NameFilter) -> Parts:
     is_asked = not _ASKING_A_LOCK.isdisjoint(names.names)
     # A recursive lock says only in its text whether it is held.
     return Parts((type(value), repr(value).startswith("<locked") if is_asked else None))
+
+
+def _thread_handle(value: Any, names: NameFilter) -> Parts:
+    """What a `Thread` holds since Python 3.13: whether it has ended."""
+    return Parts((type(value), value.is_done()))
 
 
 def _semaphore(value: Any, names: NameFilter) -> Parts:

@@ -27,7 +27,6 @@ pickled, or whose class is of C code or has methods that look past `__getattribu
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import sys
 import types
@@ -39,6 +38,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functionalize.util.by_class import by_class
+from functionalize.util.bytecode import read as steps_of
 from functionalize.util.packages import is_installed
 from functionalize.util.patching import Patch, Patches
 from functionalize.walk.code_names import NameFilter, names_in
@@ -120,10 +120,11 @@ def _unread_of(code: types.CodeType) -> Unread:
     if not (_OF_ANY_FRAME | _OF_ITS_FRAME).isdisjoint(names_in(code).names):
         return _NONE
     read = set(code.co_cellvars)
-    for each in dis.get_instructions(code):
-        if each.opname != "DELETE_FAST":
-            read |= {each.argval} if isinstance(each.argval, str) else set()
-            read |= set(each.argval) if isinstance(each.argval, tuple) else set()
+    for step in steps_of(code):
+        if step.op != "del_local":
+            read |= {step.value} if isinstance(step.value, str) else set()
+            read |= set(step.value) if isinstance(step.value, tuple) else set()
+            read |= set(step.keywords)
     positional = code.co_varnames[: code.co_argcount]
     named = code.co_varnames[code.co_posonlyargcount : code.co_argcount + code.co_kwonlyargcount]
     names = frozenset(named) - read

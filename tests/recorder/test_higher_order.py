@@ -216,15 +216,15 @@ def compared(body: Body) -> Any:
     return step
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is (deprecated|not supported)")
 @pytest.mark.filterwarnings("ignore:Pred is a Python constant")
 @pytest.mark.parametrize("name", CAPTURED)
 def test_captured(name: str) -> None:
     assert compared(CAPTURED[name]).stats.replays >= 3
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is (deprecated|not supported)")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is (deprecated|not supported)")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
 @pytest.mark.parametrize("name", REFUSED)
@@ -234,7 +234,7 @@ def test_refused_by_name_and_never_broken(name: str) -> None:
     assert (step.stats.captures, step.stats.replays) == (0, 0) and why in step.explain()
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is (deprecated|not supported)")
 def test_the_call_after_the_recorded_one_raises() -> None:
     with pytest.raises(UncapturableError, match=r"higher-order op `cond`.*by_cond"):
         trained(by_cond, lambda fn: fz.capture(fn, on_uncapturable="raise"))

@@ -13,9 +13,9 @@ from functionalize.scalars.call_sites import (
     CallSite,
     callee_of,
     drops_result,
-    instruction_at,
     site_at,
 )
+from functionalize.util.bytecode import running
 
 
 class Value:
@@ -27,7 +27,7 @@ class Value:
 
     def _note(self) -> None:
         frame = sys._getframe(2)
-        site = site_at(frame.f_code, instruction_at(frame))
+        site = site_at(frame.f_code, running(frame).at)
         self.sites.append(site)
         self.callees.append(site and callee_of(site, frame))
 

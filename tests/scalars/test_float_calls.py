@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,49 @@ def same_for(ours: Any, eager: Any, calls: int = 8) -> Any:
 OPTIONS = "def main(p):\n    p.add_argument('--lr', type=float)\n"
 
 
-@pytest.mark.parametrize("more", ["", OPTIONS])
+ANNOTATED = """
+
+def scaled(x: float, y: list[float] | None = None) -> float:
+    return x
+
+
+class Kept:
+    value: float = 0.0
+
+    @staticmethod
+    def of(value: float):
+        return value
+
+    @property
+    def other(self) -> float:
+        return self.value
+"""
+
+
+@pytest.mark.parametrize("more", ["", OPTIONS, ANNOTATED])
 def test_floats_of_tensors_are_live(more: str, tmp_path: Path) -> None:
     ours, eager = (module(tmp_path, name, LOSSES + more) for name in ("ours", "eager"))
     captured = same_for(ours, eager)
     assert captured.stats.replays >= 4, captured.explain()
+
+
+def test_annotations_name_pythons(tmp_path: Path) -> None:
+    """Since Python 3.14 they are evaluated when somebody asks: here, while another function has the name."""
+    asks = (
+        "    seen.append((scaled.__annotations__, Kept.__annotations__, Kept.of.__annotations__))\n"
+    )
+    source = LOSSES.replace("    loss =", asks + "    loss =", 1) + ANNOTATED
+    ours, eager = (module(tmp_path, name, "seen = []\n" + source) for name in ("ours", "eager"))
+    same_for(ours, eager)
+    assert all(each == eager.seen[0] and each[1] == {"value": float} for each in ours.seen)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="they are evaluated where they are written")
+def test_annotations_that_cannot_be_evaluated_keep_pythons(tmp_path: Path) -> None:
+    ours = module(tmp_path, "ours", LOSSES + "\n\ndef scaled(x: float, y: Missing): ...\n")
+    assert float_scopes([ours.step]) == ()
+    hidden = LOSSES + ANNOTATED + "\n\nhold = [scaled]\ndel scaled\n"
+    assert float_scopes([module(tmp_path, "hidden", hidden).step]) == ()
 
 
 def test_audited_calls_have_them_too(tmp_path: Path) -> None:

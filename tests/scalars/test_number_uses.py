@@ -118,7 +118,7 @@ FLOATS_AND_INTS: dict[str, Callable[[Any], Any]] = {
     "json": lambda n: (json.dumps([n, n * 2], indent=1), json.dumps({n: n}), json.dumps({"a": (n,)})),
     "json.dump": lambda n: (dumped({"a": [n]}), dumped({n: {"b": n}}, indent=1, sort_keys=True)),
     "pickle": lambda n: [pickle.loads(pickle.dumps([n, {n: n}], p)) for p in range(6)],
-    "marshal": lambda n: marshal.dumps(n),
+    "marshal": lambda n: marshal.dumps(n, 2),  # 2: without marks of how many references there are
     "copies": lambda n: (copy.copy(n), copy.deepcopy([n, {"a": n}])),
     "struct": lambda n: struct.pack("d", n),
     "formats": lambda n: ("%d" % n, "%.3e %s" % (n, n), f"{n!r:>9}", f"{n:,}", format(n, "g")),  # noqa: UP031

@@ -484,9 +484,10 @@ def test_static_and_class_methods(name: str, factors: tuple[float, float]) -> No
         for owner in (kind, kind()):
             for i in range(3):
                 assert torch.equal(getattr(owner, name)(batch(i)), batch(i) * factor)
-        assert getattr(kind, name) is getattr(kind(), name)
+        # Since Python 3.13 `classmethod` does not ask what it holds for a method: it makes one of the step.
+        assert getattr(kind, name) == getattr(kind(), name)
         assert getattr(kind, name).stats.replays >= 4
-    assert (getattr(Trainer, name) is getattr(Halving, name)) == (factors[0] == factors[1])
+    assert (getattr(Trainer, name) == getattr(Halving, name)) == (factors[0] == factors[1])
 
 
 def test_a_captured_forward_that_is_a_method() -> None:

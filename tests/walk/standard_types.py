@@ -163,6 +163,11 @@ def _traceback() -> Any:
 
 
 # By module and public name: what makes an object, where the class has no constructor without arguments.
+def _filled(table: Any) -> Any:
+    table["RED"] = 1
+    return table
+
+
 RECIPES: dict[str, Callable[[], Any]] = {
     "collections.ChainMap": lambda: collections.ChainMap({"b": 1}),
     "collections.Counter": lambda: collections.Counter("abb"),
@@ -276,6 +281,7 @@ RECIPES: dict[str, Callable[[], Any]] = {
     "enum.IntEnum": lambda: _Ints.RED,
     "enum.FlagBoundary": lambda: enum.FlagBoundary.KEEP,
     "enum.EnumCheck": lambda: enum.EnumCheck.UNIQUE,
+    "enum.EnumDict": lambda: _filled(enum.EnumDict()),  # type: ignore[attr-defined]
     "enum.member": lambda: enum.member(1),
     "enum.nonmember": lambda: enum.nonmember(1),
     "enum.verify": lambda: enum.verify(enum.EnumCheck.UNIQUE),
