@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from functionalize.errors import UncapturableError
 from functionalize.util.by_class import by_class
 from functionalize.util.bytecode import read as steps_of
 from functionalize.util.packages import is_installed
@@ -87,8 +88,12 @@ class ReadArguments:
             return args, kwargs
         if function.__code__ is not self._code:  # it may be replaced
             self._code = function.__code__
-            self._unread = _unread_of(self._code)
-            self._arrays = converted_arrays(function)
+            try:
+                self._unread, self._arrays = _unread_of(self._code), converted_arrays(function)
+            except (
+                UncapturableError
+            ):  # an unknown instruction or Python: the recording refuses the step by name
+                self._unread, self._arrays = _NONE, frozenset()
             named = self._code.co_varnames[: self._code.co_argcount]
             self._positions = {name: at - self._first for at, name in enumerate(named)}
         if self._arrays:

@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+import functionalize as fz
+from functionalize.errors import UncapturableError
+from functionalize.util import bytecode
 from functionalize.util.bytecode import (
     Step,
     _blocks,
@@ -238,3 +242,19 @@ def test_handlers_are_those_of_the_exception_table() -> None:
         entries = dis.Bytecode(code).exception_entries
         assert [*handlers_of(code)] == [(e.start, e.end, e.target) for e in entries]
     assert [s.op for s in blocks(tries.__code__)]
+
+
+def test_a_step_runs_eagerly_on_a_python_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = compile("def step(x, n):\n    return x * len(str(n))\n", "<unknown>", "exec")
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    monkeypatch.setattr(bytecode, "VERSIONS", ((3, 99),))
+    step = fz.capture(namespace["step"])
+    with pytest.warns(
+        fz.UncapturableWarning, match="knows the instructions of Python 3.99 to 3.99"
+    ):
+        for n in range(3):
+            assert step(torch.ones(2), n).tolist() == [1.0, 1.0]
+    assert step.stats.captures == 0
+    with pytest.raises(UncapturableError, match="knows the instructions of"):
+        fz.capture(namespace["step"], on_uncapturable="raise")(torch.ones(2), 1)
