@@ -781,7 +781,7 @@ class CapturedStep:
                 else:  # what another thread did meanwhile is not the step's
                     self.stats.eager += 1
                     self._disturbed += 1
-                result, log_of_numbers = plain_tree(run.result), run.recorder.scalar_log
+                result, log_of_numbers = plain_tree(run.returned), run.recorder.scalar_log
                 del run
                 replace_escaped(log_of_numbers)  # the caller may hold them
                 return result

@@ -63,6 +63,7 @@ from functionalize.step.step_state import EntryState, ExitState, kept_objects, s
 from functionalize.util.tensor_wrappers import address_of, plain_tensors
 from functionalize.util.user_stack import line_of
 from functionalize.walk.code_uses import lines_of_returns
+from functionalize.walk.fact_text import HELD_TOO
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.parts import Held, Is
 from functionalize.walk.roots import Roots
@@ -169,7 +170,9 @@ class StepRecording:
         """The part with which the next recording is compared."""
         pins = (*(e.info for e in self.unowned), *self.outliving)
         lists, previous = self.entry.moving.live.lists, self.previous
-        places = LivePlaces(self._moved, lists) | self.exit.moved
+        numbers = self.entry.moving.live.numbers
+        numbers = {place: each for place, each in numbers.items() if place in self._moved}
+        places = LivePlaces(self._moved, lists, numbers) | self.exit.moved
         seen = (self._moves,) if self._moves is not None else ()
         if previous is not None:
             if previous.is_live:  # the first recording may have filled caches
@@ -278,6 +281,11 @@ class StepRecording:
         if changed is None or previous is None or not found or tuple(found) != previous.changed:
             return None
         if hyper is not None and hyper.wanted:  # these are live in the next recording
+            return None
+        known = self.entry.moving.live.values.keys()
+        if (
+            HELD_TOO in changed and not self.exit.moved.values.keys() <= known
+        ):  # by a place that is live there
             return None
         return changed + self._origin(changed)
 

@@ -35,7 +35,7 @@ from functionalize.state.dropped_gradients import watch
 from functionalize.state.hyperparameters import Key, liftable
 from functionalize.state.mode_guard import ModeGuard
 from functionalize.state.moving_state import MovingPlaces, moved, with_live_places
-from functionalize.state.python_effects import PythonEffect, unrepeatable
+from functionalize.state.python_effects import PythonEffect, flatten_left, unrepeatable
 from functionalize.state.python_state import ObservedState, SurroundingsGuard
 from functionalize.state.sources import (
     GroupTensor,
@@ -328,11 +328,13 @@ class ExitState:
         python_effects: Sequence[tuple[PythonEffect, Any]] = (),
         explained: Container[int] = (),
         on_entry: Iterable[tuple[weakref.ref[Tensor], MovedPlace]] = (),
+        one_object: Sequence[tuple[Any, Any]] = (),
     ) -> ExitState:
         """Compare every slot and FSDP2's state with those on entry.
 
         changed: a change that is known already. python_effects: those of the step, with their values. explained: ids of
-        generators that they move. on_entry: the tensors that were at places which the step moves.
+        generators that they move. on_entry: the tensors that were at places which the step moves. one_object: the
+        containers that the step leaves in several places.
         """
         were: dict[int, list[MovedPlace]] = {}
         for tensor, source in on_entry:
@@ -346,7 +348,7 @@ class ExitState:
             assigned.append(slot)
             gradients.append(gradient)
         repeated, values = [e for e, _ in python_effects], [value for _, value in python_effects]
-        leaves, spec = flatten_result((result, [*gradients, *values]))
+        leaves, spec = flatten_left(result, gradients, python_effects, one_object)
         has_grad_fn = [
             isinstance(x, Tensor) and x.requires_grad and x.grad_fn is not None
             for x in flatten_result(result)[0]

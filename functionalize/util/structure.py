@@ -76,12 +76,16 @@ def _is_size(value: Any) -> bool:
 
 def unflatten(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
     """The inverse of `flatten`: opened objects are created without calling their `__init__`."""
-    return pytree.tree_unflatten(leaves, spec)
+    tree = pytree.tree_unflatten(leaves, spec)
+    return tree.joined() if type(tree) is Joined else tree
 
 
 def rebuilder(spec: pytree.TreeSpec) -> Callable[[list[Any]], Any]:
     """A function that does what `unflatten` does, and that copies a list of leaves at once, however long it is."""
     children, start = spec.children(), 0
+    if spec.type is Joined:
+        make, same = rebuilder(children[0]), spec.context
+        return lambda leaves: Joined(make(leaves), same).joined()
     if spec.type is list and all(child.is_leaf() for child in children):
         return list
     if spec.type not in (list, tuple):
@@ -120,6 +124,8 @@ def sketch(spec: pytree.TreeSpec) -> Any:
     if spec.is_leaf():
         return "*"
     children = [sketch(child) for child in spec.children()]
+    if spec.type is Joined:
+        return children[0]
     if spec.type is Opened:
         return Opened(spec.context, children)
     return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(children, spec.context)
@@ -167,7 +173,7 @@ class _Shape(NamedTuple):
 
 
 class Opened:
-    """An object split into its structure and its children: the only type that this library registers with pytree."""
+    """An object split into its structure and its children. Only this and `Joined` are registered with pytree."""
 
     __slots__ = ("children", "shape")
 
@@ -230,6 +236,63 @@ pytree.register_pytree_node(
     flatten_with_keys_fn=lambda o: (
         list(zip(_keys(o.shape), o.children, strict=True)),
         o.shape,
+    ),
+)
+
+
+class Joined:
+    """A tree in which some containers are one object, which pytree would make several times.
+
+    same: pairs of the keys that lead to a container, and of those that lead to where it stands, too; what is inside a
+    container comes before it.
+    """
+
+    __slots__ = ("same", "tree")
+
+    def __init__(self, tree: Any, same: tuple[tuple[Any, Any], ...]) -> None:
+        self.tree, self.same = tree, same
+
+    def joined(self) -> Any:
+        """The tree, whose containers are still those of pytree, with one object in all places of each."""
+        tree = self.tree
+        for source, target in self.same:
+            value = tree
+            for key in source:
+                value = _inside_of(value, key)
+            tree = _with(tree, target, value)
+        return tree
+
+
+def _inside_of(value: Any, key: Any) -> Any:
+    if issubclass(type(value), (list, tuple, dict)):
+        return value[key]
+    return object.__getattribute__(value, key)
+
+
+def _with(value: Any, keys: Any, inner: Any) -> Any:
+    """A tree with another object where keys lead: in place, or other tuples."""
+    if not keys:
+        return inner
+    key, *rest = keys
+    now = _with(_inside_of(value, key), rest, inner)
+    kind: Any = type(value)
+    if issubclass(kind, tuple):
+        elements = [*value[:key], now, *value[key + 1 :]]
+        return tuple(elements) if kind is tuple else kind._make(elements)
+    if issubclass(kind, (list, dict)):
+        value[key] = now
+    else:
+        object.__setattr__(value, key, now)
+    return value
+
+
+pytree.register_pytree_node(
+    Joined,
+    lambda joined: ([joined.tree], joined.same),
+    lambda children, same: Joined(next(iter(children)), same),
+    flatten_with_keys_fn=lambda joined: (
+        [(pytree.SequenceKey(0), joined.tree)],
+        joined.same,
     ),
 )
 
@@ -411,6 +474,9 @@ def _paths(spec: pytree.TreeSpec, above: tuple[Any, ...]) -> Iterator[tuple[Any,
         yield above
         return
     children = spec.children()
+    if spec.type is Joined:
+        yield from _paths(children[0], above)
+        return
     for key, child in zip(_keys_of(spec, len(children)), children, strict=True):
         yield from _paths(child, (*above, key))
 
