@@ -119,7 +119,8 @@ class AuditedCall:
             return fn(*args, **kwargs)
         try:
             hyperparameters = lifted(signature.optimizers, signature.lifted, recorder)
-            places = MovingState(signature.moving or MovingPlaces(NO_PLACES), recorder)
+            of_program = signature.moving or MovingPlaces(NO_PLACES)
+            places = MovingState(of_program, recorder, of_program.objects())
             with hyperparameters as hyper, places as moving, recorder:
                 moving.result = observed(self.observer, lambda: fn(*args, **kwargs))
         except Exception as error:
@@ -163,7 +164,7 @@ class AuditedCall:
             return verdict
         difference = f"after equal ops: the step {changed}" if changed is not None else None
         if difference is None and self.expected is not None:
-            difference = self.expected.difference(plain_tree(leaves))
+            difference = self.expected.difference(plain_tree([*leaves]))
         if difference is None and self.also is not None:
             with torch.set_grad_enabled(grad_mode):
                 found = [effect for effect, _ in effects]

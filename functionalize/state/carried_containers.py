@@ -8,6 +8,7 @@
     inside.take_away(memo)                                        it ends: the bundle is as it was, if it is there
     copies(value, memo), with_plain(value, memo)                  with live numbers for the program, plain for the user
     one_object([(None, result), (effect, value), ...])            the containers that are found in several places
+    marked(result, places)                                        `KeptObject` for what was there before the step
 
 A tuple that gets a live number is another tuple until the recording ends. Invariant: after the step, also after an
 exception, no container at a live place, and none of the result that is in one, holds a live number.
@@ -16,7 +17,7 @@ exception, no container at a live place, and none of the result that is in one, 
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +25,7 @@ from torch import Tensor
 from functionalize.scalars.live_scalars import as_live, is_live, left_behind
 from functionalize.scalars.scalar_log import ScalarLog
 from functionalize.state.place_effects import PlaceNumber
+from functionalize.util.structure import KeptObject
 from functionalize.walk.live_places import LIVE_NUMBERS, Keys, content, elements_in, part_at, put
 from functionalize.walk.parts import Held
 
@@ -149,6 +151,28 @@ def with_plain(value: Any, memo: Memo) -> Any:
         if now is not each:
             put(Held(value, key), now)
     return value
+
+
+def marked(value: Any, places: Mapping[int, tuple[Held, Any]]) -> Any:
+    """A result with a `KeptObject` for each object that was there before the step, whatever is in it.
+
+    places: by id, such objects, each with its place. What holds one is copied; a replay makes it anew anyway.
+    """
+    known = places.get(id(value))
+    if known is not None and known[1] is value:
+        return KeptObject(known[0])
+    found = elements_in(value)
+    if found is None:
+        return value
+    made = [marked(each, places) for _, each in found]
+    if all(a is b for a, (_, b) in zip(made, found, strict=True)):
+        return value
+    if issubclass(type(value), tuple):
+        return _tuple_like(value, (), made)
+    copied = copies(value, {id(each): (each, each) for _, each in found})
+    for (key, _), each in zip(found, made, strict=True):
+        put(Held(copied, key), each)
+    return copied
 
 
 def _tuple_like(value: Any, were: Sequence[Any], elements: Sequence[Any]) -> Any:

@@ -29,9 +29,10 @@ place of another one, that anything else holds and could change, what `python_ef
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 from torch import Tensor
@@ -48,6 +49,7 @@ from functionalize.state.carried_containers import (
     NumbersInside,
     copies,
     holds_live,
+    marked,
     one_object,
     reaches,
     with_plain,
@@ -62,6 +64,7 @@ from functionalize.state.drawing import (
 from functionalize.state.place_effects import Appended, Assigned, FlagGuard, PlaceNumber
 from functionalize.state.storage_places import Places
 from functionalize.util.number_uses import any_needs_exact
+from functionalize.util.structure import KeptObject
 from functionalize.util.tensor_wrappers import address_of
 from functionalize.walk.code_uses import only_appended, stored_constants
 from functionalize.walk.fact_text import (
@@ -127,7 +130,7 @@ class MovingPlaces:
 
     floats: the globals in which calls of `float` are live, see `scalars/float_calls.py`.
     flags: the values of type bool in `values`, which are no numbers: facts. constants: those that code writes out and
-    assigns to a place, by its name.
+    assigns to a place, by its name. kept: the places of objects that the step returns as they are.
     """
 
     live: LivePlaces
@@ -137,6 +140,7 @@ class MovingPlaces:
     generators: tuple[GeneratorPlace, ...] = ()
     floats: tuple[Scope, ...] = ()
     flags: tuple[tuple[str, Held, bool], ...] = ()
+    kept: tuple[Held, ...] = ()
 
     @property
     def facts(self) -> tuple[FlagGuard, ...]:
@@ -144,7 +148,7 @@ class MovingPlaces:
         return tuple(FlagGuard(*flag) for flag in self.flags)
 
     def __bool__(self) -> bool:
-        return bool(self.live or self.generators or self.floats)
+        return bool(self.live or self.generators or self.floats or self.kept)
 
     def learn(self, reads: AttributeReads) -> None:
         """Add the constants that code of libraries was seen to assign."""
@@ -152,10 +156,22 @@ class MovingPlaces:
             if (constant := reads.assigned(place.place)) is not None:
                 self.constants[name] |= {constant}
 
-    def of_effects(self, effects: Sequence[Any]) -> MovingPlaces:
-        """Those of a recording with these effects: without generators, if it has drawn from none."""
+    def left_with(self, effects: Sequence[Any], leaves: Sequence[Any]) -> MovingPlaces:
+        """Those of a recording with these effects, and these leaves of all that it has left.
+
+        Without generators, if it has drawn from none.
+        """
         has_drawn = any(isinstance(each, (Draws, GeneratorSet)) for each in effects)
-        return self if has_drawn else replace(self, generators=())
+        kept = tuple(each.place for each in leaves if type(each) is KeptObject)
+        return replace(self, generators=self.generators if has_drawn else (), kept=kept)
+
+    def objects(self) -> dict[int, tuple[Held, Any]]:
+        """By id, the objects that a recording has returned as they are, each with its place."""
+        return {
+            id(found): (place, found)
+            for place in self.kept
+            if not is_absent(found := content(place))
+        }
 
     def bring_in(self, places: Places, recorder: Recorder) -> None:
         """Add the states of the generators of torch to the tensors that a recording may read."""
@@ -287,15 +303,24 @@ class MovingState:
     on_entry: the tensors that they held, with the place of each. result: of the step, set before the context ends;
     after it with the live numbers of the recording, while `returned` has none in the containers that a place holds.
     one_object: the containers that the step leaves in several places, see `carried_containers.py`.
+    fresh: the ids of objects in the result, and at the places, that can be changed and that nothing else holds.
     """
 
-    def __init__(self, places: MovingPlaces, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        places: MovingPlaces,
+        recorder: Recorder,
+        kept: Mapping[int, tuple[Held, Any]] = MappingProxyType({}),
+    ) -> None:
+        """kept: by id, objects that are there on entry, each with its place: a result holds these very objects."""
         self.effects: list[tuple[Any, Any]] = []
         self.refusal: str | None = None
         self.moved: dict[Any, Held] = {}
         self.result: Any = None
         self.returned: Any = None
         self.one_object: list[tuple[Any, Any]] = []
+        self.fresh: set[int] = set()
+        self._kept = kept
         self._places, self._recorder = places, recorder
         self._drawing = Drawing(places.generators, recorder)
         self._floats = live_floats(places.floats, recorder.scalar_log)
@@ -365,9 +390,12 @@ class MovingState:
     def _leave_containers(self) -> None:
         """Note what is at each place, and leave no live number in a bundle there."""
         held = [place for _, place in self._places.values]
-        if any(map(is_bundle, contents(held))):
-            self._elsewhere = held_elsewhere(chain(contents(held), self._results()))
+        self._elsewhere, self.fresh = held_elsewhere(
+            chain(filter(is_bundle, contents(held)), self._results()), self._kept
+        )
         self.returned = self.result
+        if self._kept:
+            self.result = marked(self.result, self._kept)
         now = self._objects = list(contents(held))
         self._left = list(now)
         for at, was in enumerate(self._were):
@@ -384,6 +412,7 @@ class MovingState:
         if has_live:
             for at in bundles:
                 self._left[at] = copies(now[at], copied)
+            self.fresh |= {id(made) for at, (_, made) in copied.items() if at in self.fresh}
             if reaches(self.result, copied):
                 self.result = copies(self.result, copied)
         for inside in self._inside.values():

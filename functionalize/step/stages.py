@@ -157,7 +157,8 @@ class RecordedRun:
         if exit.changed is None:
             self.entry.observed.leave_unread(self.entry.leaves)
         with torch.no_grad():
-            return StepRecording(self.recorder, self.entry, exit, key, self.moving.moved)
+            fresh = self.moving.fresh
+            return StepRecording(self.recorder, self.entry, exit, key, self.moving.moved, fresh)
 
 
 def record(
@@ -200,7 +201,9 @@ def record(
     try:
         with (
             hyperparameters as hyper,
-            MovingState(entry.moving, recorder) as moving,
+            MovingState(
+                entry.moving, recorder, {} if hooks_run_outside else entry.holders
+            ) as moving,
             nullcontext() if recorder.tape.is_off else calls.observing(recorder),
             _only_literals(recorder) if is_idle else recorder,
             entry.observed.reads.watching(),

@@ -64,6 +64,7 @@ from functionalize.state.storage_places import (
     fixed_tensors,
 )
 from functionalize.util.reading import is_a
+from functionalize.util.structure import KeptObject
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.walk.code_uses import is_only_stored
 from functionalize.walk.fact_text import OUTSIDE
@@ -178,6 +179,11 @@ class EntryState:
             moving,
             ObservedState(surroundings, AttributeReads(roots, state.seen)),
         )
+
+    @property
+    def holders(self) -> dict[int, tuple[Held, Any]]:
+        """By id, the objects that determine ops and can be changed, each with its place."""
+        return self.python_state.state.holders
 
     @property
     def modules(self) -> ModuleGuard:
@@ -351,7 +357,7 @@ class ExitState:
         leaves, spec = flatten_left(result, gradients, python_effects, one_object)
         has_grad_fn = [
             isinstance(x, Tensor) and x.requires_grad and x.grad_fn is not None
-            for x in flatten_result(result)[0]
+            for x in leaves[: len(flatten_result(result)[0])]
         ]
         changed = changed or entry.changed(False, explained) or unrepeatable(repeated, values)
         places = NO_PLACES if changed is None else entry.moved()
@@ -386,17 +392,22 @@ def state_around(
         exit.assigned,
         entry.hyperparameters,
         entry.roots.optimizers,
-        entry.moving.of_effects(exit.python_effects),
+        entry.moving.left_with(exit.python_effects, exit.leaves),
         records,
         facts,
     )
 
 
 def kept_objects(recorder: Recorder, entry: EntryState, exit: ExitState) -> dict[int, SourceItself]:
-    """The tensor objects of a result that were there on entry, by their ids: a replay finds them again."""
+    """The objects of a result that were there on entry, by the ids of leaves: a replay finds them again."""
     assigned = set(map(id, exit.assigned))
     found: dict[int, SourceItself] = {}
     for leaf in exit.leaves:
+        if type(leaf) is KeptObject:
+            place: Held = leaf.place
+            is_moved = entry.moving.live.has(place)
+            source = MovedPlace(place.container, place.key) if is_moved else place
+            found[id(leaf)] = SourceItself(source)
         if isinstance(leaf, Tensor) and id(leaf) not in found:
             sources = list(_places_of(leaf, recorder, entry, assigned))
             known = {source.place for source in sources if isinstance(source, Held)}

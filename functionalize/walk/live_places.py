@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import enum
 import sys
 import types
 import weakref
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -28,13 +29,20 @@ from torch import Tensor, nn
 
 from functionalize.scalars.live_scalars import is_live, left_behind
 from functionalize.util.by_class import by_class
-from functionalize.util.packages import is_users
-from functionalize.util.reading import is_a, table_of, values_of
+from functionalize.util.packages import is_users, is_users_class, is_users_function
+from functionalize.util.reading import elements_of, is_a, table_of, values_of
 from functionalize.util.structure import attributes_of
 from functionalize.util.tensor_wrappers import address_of
 from functionalize.util.text import with_article
 from functionalize.walk.fact_text import NUMBERS, PLAIN
-from functionalize.walk.parts import CONTAINERS, Held, Visit, is_native, is_read_by_content
+from functionalize.walk.parts import (
+    CONTAINERS,
+    Held,
+    Visit,
+    is_native,
+    is_read_by_content,
+    slot_names,
+)
 from functionalize.walk.unread import is_observable
 
 LIVE_NUMBERS = frozenset({int, float})  # not bool, and no subclass
@@ -43,6 +51,26 @@ _TABLES = frozenset({dict, OrderedDict, defaultdict, Counter})
 _NAMESPACES = frozenset({argparse.Namespace, types.SimpleNamespace})
 _KEYS = frozenset({str, int})  # of dicts that are made anew
 _MOST_NESTED = 8
+# Objects that stay the same object wherever they are, and others of which the content can change.
+_UNCHANGED = (
+    *(
+        Tensor,
+        nn.Module,
+        torch.optim.Optimizer,
+        torch.optim.lr_scheduler.LRScheduler,
+        type,
+        enum.Enum,
+    ),
+    *(
+        types.FunctionType,
+        types.MethodType,
+        types.BuiltinFunctionType,
+        types.ModuleType,
+        tuple,
+        frozenset,
+    ),
+)
+_CHANGED = (list, dict, set, deque, bytearray)
 _ABSENT = object()
 _NO_KEYS: frozenset[Any] = frozenset()
 Keys = tuple[Any, ...]  # that lead from a container to something in it
@@ -319,28 +347,42 @@ def changeable_in(value: Any) -> Iterator[Any]:
         yield from changeable_in(each)
 
 
-def held_elsewhere(values: Iterable[Any]) -> set[int]:
-    """The ids of the containers in these values that can be changed and that anything else holds, too.
+def can_change(value: Any) -> bool:
+    """Whether code may change the content of an object: not that of a number, a tensor, a module, a function."""
+    kind = type(value)
+    if kind in PLAIN or issubclass(kind, _UNCHANGED) or is_live(value):
+        return False
+    is_array = (kind.__module__, kind.__name__) == ("numpy", "ndarray")
+    if is_array or issubclass(kind, _CHANGED):
+        return True
+    return table_of(value) is not None or bool(slot_names(kind))
 
-    values: what some places hold, each of which counts as one reference.
+
+def held_elsewhere(values: Iterable[Any], kept: Container[int] = ()) -> tuple[set[int], set[int]]:
+    """The ids of the objects in these values that can be changed: those that anything else holds, too, and the others.
+
+    values: what some places hold, each of which counts as one reference. kept: ids of objects into which not to look.
     """
-    found = _counted(values)
-    return {at for at, each in found.items() if _references(each) > each[1] + _OWN_REFERENCES}
+    found = _counted(values, kept)
+    shared = {at for at, each in found.items() if _references(each) > each[1] + _OWN_REFERENCES}
+    return shared, {at for at, each in found.items() if each[0] is not None} - shared
 
 
-def _counted(values: Iterable[Any]) -> dict[int, list[Any]]:
-    """By id, each container in these values, with the number of references to it that are found."""
+def _counted(values: Iterable[Any], kept: Container[int] = ()) -> dict[int, list[Any]]:
+    """By id, each object in these values, with the number of references to it that are found."""
     found: dict[int, list[Any]] = {}
     for value in values:
-        _count(value, found)
+        _count(value, found, kept)
     return found
 
 
-def _count(value: Any, found: dict[int, list[Any]]) -> None:
-    """Count the references to each container in a value. Tuples do not count: nobody can change one."""
-    elements = elements_in(value)
+def _count(value: Any, found: dict[int, list[Any]], kept: Container[int]) -> None:
+    """Count the references to each object in a value. Tuples do not count: nobody can change one."""
+    elements: Iterable[tuple[Any, Any]] | None = () if id(value) in kept else elements_in(value)
     if elements is None:
-        return
+        if not can_change(value):
+            return
+        elements = _items_of(value)
     known = found.get(id(value))
     if known is not None:
         known[1] += 1
@@ -348,7 +390,14 @@ def _count(value: Any, found: dict[int, list[Any]]) -> None:
     # Of a tuple that is found twice, what it holds is counted once.
     found[id(value)] = [value if not issubclass(type(value), tuple) else None, 1]
     for _, each in elements:
-        _count(each, found)
+        _count(each, found, kept)
+
+
+def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    """The items of a container of another type than `elements_in` knows."""
+    if issubclass(type(value), dict):
+        return list(dict.items(value))
+    return list(enumerate(elements_of(value))) if issubclass(type(value), (list, deque)) else ()
 
 
 def _references(counted: list[Any]) -> int:
@@ -357,7 +406,7 @@ def _references(counted: list[Any]) -> int:
 
 def is_alone(place: Held) -> bool:
     """Whether nothing but its place holds a container, nor the containers in it, so that a replay may make others."""
-    return not held_elsewhere(contents([place]))
+    return not held_elsewhere(contents([place]))[0]
 
 
 def contents(places: Iterable[Held]) -> Iterator[Any]:
@@ -456,8 +505,9 @@ def is_of_user(holder: Any) -> bool:
         return is_users(holder.__name__.partition(".")[0])
     if kind in _NAMESPACES:
         return True
-    named = holder if kind is types.FunctionType or issubclass(kind, type) else kind
-    return is_users(named.__module__)
+    if kind is types.FunctionType:
+        return is_users_function(holder)
+    return is_users_class(holder if issubclass(kind, type) else kind)
 
 
 def names_lists(holder: Any) -> bool:

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from functionalize._compat.fast_guards import ChangeCount, table_of_class
-from functionalize.util.packages import is_users
+from functionalize.util.packages import is_users_class, is_users_function
 from functionalize.util.reading import item_of, table_of, values_of
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.code_names import NameFilter
@@ -130,6 +130,8 @@ class Probes:
                     self.add_value(partial(sys.modules.get, part.key))
             for table in filter(None, (vars(value), value.__kwdefaults__)):
                 self.add_table(table)
+            if not vars(value) and is_users_function(value):  # it may get its first attribute
+                self._empty.append(vars(value))
         elif kind is list:
             self.add_list(value)
         elif kind is dict:
@@ -215,7 +217,7 @@ class Probes:
 
     def add_class_parts(self, kind: type, parts: Sequence[Part]) -> None:
         """A class, of which code reads these attributes."""
-        if is_users(kind.__module__):
+        if is_users_class(kind):
             self.add_attribute(kind, "__mro__")
             if issubclass(type(kind), abc.ABCMeta):
                 self.add_value(partial(registered, cast(abc.ABCMeta, kind)))
@@ -224,7 +226,7 @@ class Probes:
         for base in kind.__mro__:
             if is_patchable(base):
                 self.add_class(base)
-            elif is_users(base.__module__):
+            elif is_users_class(base):
                 own = [p for p in parts if p.place is not None and p.place.container is base]
                 self.add_names(vars(base), own)
 

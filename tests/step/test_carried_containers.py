@@ -85,6 +85,12 @@ def two_places(s: Any, y: Tensor) -> Any:
     return y.sum() * s.opened(s.b)[1]
 
 
+def two_places_that_are_read(s: Any, y: Tensor) -> Any:
+    h, n = s.opened(s.b)
+    s.a = s.b = s.next(y + h, n + 1)
+    return y.sum() * n
+
+
 def result(s: Any, y: Tensor) -> Any:
     s.a = s.next(y, s.opened(s.a)[1] + 1)
     return s.a
@@ -122,7 +128,15 @@ def flag(s: Any, y: Tensor) -> Any:
 
 
 CHANGES = [
-    *(counter, average, two_places, result, result_without_a_number, parts_of_the_result),
+    *(
+        counter,
+        average,
+        two_places,
+        two_places_that_are_read,
+        result,
+        result_without_a_number,
+        parts_of_the_result,
+    ),
     *(made_by_the_first_call, inside_of_others, flag),
 ]
 
@@ -162,6 +176,8 @@ def run(pack: str, change: Callable[[Any, Tensor], Any], capture: Callable[[Any]
         found.append(picture([left, space.a, space.b, space.c], {}))
         if i == 12 and change is not flag:  # from outside
             space.a = space.pack(torch.ones(3), 100)
+        if i == 17:  # no longer one object with the other
+            space.b = space.pack(torch.full((3,), 2.0), 50)
     return found, captured
 
 
@@ -269,9 +285,10 @@ def test_who_holds_a_container() -> None:
     inner = [torch.zeros(1)]
     space = types.SimpleNamespace(a={"i": inner}, b=(inner, inner))
     places = [Held(space, "a"), Held(space, "b")]
-    assert held_elsewhere(contents(places)) == {id(inner)}
-    at = id(inner)
+    at, first = id(inner), id(space.a)
+    assert held_elsewhere(contents(places)) == ({at}, {first})
     del inner
     gc.collect()
-    assert not held_elsewhere(contents(places))
-    assert held_elsewhere(contents(places[:1])) == {at}
+    assert held_elsewhere(contents(places)) == (set(), {at, first})
+    assert held_elsewhere(contents(places[:1])) == ({at}, {first})
+    assert held_elsewhere(contents(places), kept={first}) == ({at}, {first})
