@@ -35,7 +35,7 @@ from functionalize.scalars.live_scalars import plain_tree
 from functionalize.state import arguments
 from functionalize.state.hyperparameters import lifted
 from functionalize.state.moving_state import MovingPlaces, MovingState
-from functionalize.state.python_effects import in_order
+from functionalize.state.python_effects import flatten_left, in_order
 from functionalize.state.sources import changed_slots
 from functionalize.walk.converted_arrays import tensors_by_array
 from functionalize.walk.live_places import NO_PLACES
@@ -119,9 +119,10 @@ class AuditedCall:
             return fn(*args, **kwargs)
         try:
             hyperparameters = lifted(signature.optimizers, signature.lifted, recorder)
-            places = MovingState(signature.moving or MovingPlaces(NO_PLACES), recorder)
+            of_program = signature.moving or MovingPlaces(NO_PLACES)
+            places = MovingState(of_program, recorder, of_program.objects())
             with hyperparameters as hyper, places as moving, recorder:
-                result = observed(self.observer, lambda: fn(*args, **kwargs))
+                moving.result = observed(self.observer, lambda: fn(*args, **kwargs))
         except Exception as error:
             replace_escaped(recorder.scalar_log)
             failure = error
@@ -130,8 +131,8 @@ class AuditedCall:
         moving.effects += hyper.effects
         changed = hyper.changed or arguments.changed(args, kwargs, leaves, spec)
         grad_mode = torch.is_grad_enabled()
-        self._judge(lambda: self._verdict(comparison, result, changed, moving, grad_mode))
-        result = plain_tree(result)
+        self._judge(lambda: self._verdict(comparison, changed, moving, grad_mode))
+        result = plain_tree(moving.returned)
         replace_escaped(recorder.scalar_log)
         return result
 
@@ -144,7 +145,6 @@ class AuditedCall:
     def _verdict(
         self,
         comparison: Comparison,
-        result: Any,
         changed: str | None,
         moving: MovingState,
         grad_mode: bool,
@@ -155,17 +155,16 @@ class AuditedCall:
             gradients.append(gradient)
         moving.finish()
         changed = changed or moving.refusal or moving.unexplained
-        result, calls = with_late_values(result, comparison.recorder.python_effects)
+        result, calls = with_late_values(moving.result, comparison.recorder.python_effects)
         effects = in_order(calls, moving.effects)
-        values = [value for _, value in effects]
-        leaves, spec = arguments.flatten_result((result, [*gradients, *values]))
+        leaves, spec = flatten_left(result, gradients, effects, moving.one_object)
         comparison.recorder.checks.check_generators(lambda: "after its last random op")
         verdict = comparison.verdict(leaves, spec, assigned)
         if verdict != AuditVerdict():
             return verdict
         difference = f"after equal ops: the step {changed}" if changed is not None else None
         if difference is None and self.expected is not None:
-            difference = self.expected.difference(plain_tree(leaves))
+            difference = self.expected.difference(plain_tree([*leaves]))
         if difference is None and self.also is not None:
             with torch.set_grad_enabled(grad_mode):
                 found = [effect for effect, _ in effects]

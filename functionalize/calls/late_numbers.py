@@ -21,6 +21,7 @@ from functionalize.ir.guards import NumberGuard
 from functionalize.ir.inputs import Call
 from functionalize.ir.scalars import Applied, ScalarInput, bottom_up, evaluated
 from functionalize.scalars.live_scalars import is_live
+from functionalize.util.structure import with_others
 from functionalize.util.user_stack import line_of
 
 
@@ -120,12 +121,10 @@ def reads_late(effects: Iterable[Any]) -> bool:
 def filled(result: Any, call: Call) -> Any:
     """The result of a replay with its late numbers, after the effects of the replay."""
 
-    def number(leaf: Any) -> Any:
-        return (
-            evaluated(leaf.expression, call.memo.__getitem__) if type(leaf) is LateValue else leaf
-        )
-
-    return pytree.tree_map(number, result)
+    late = [leaf for leaf in pytree.tree_leaves(result) if type(leaf) is LateValue]
+    return with_others(
+        result, {id(each): evaluated(each.expression, call.memo.__getitem__) for each in late}
+    )
 
 
 def check_not_needed(sources: Iterable[Any], guards: Iterable[Any]) -> None:

@@ -89,6 +89,18 @@ class Constant:
     made: bool = False
 
 
+class MadeAnew:
+    """In the place of an object that a callable creates with objects of others in it, which a copy of it holds, too."""
+
+    __slots__ = ("_kept", "_value")
+
+    def __init__(self, value: Any, kept: Sequence[Any]) -> None:
+        self._value, self._kept = value, kept
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(self._value, {id(each): each for each in self._kept})
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Wrapped:
     """A wrapper subclass around inner outputs: the arguments of its `__tensor_unflatten__`."""

@@ -260,10 +260,15 @@ class Executable:
                 return call, f"the tensor that is returned as output {i} {failure}"
         return call, missed
 
-    def replay(self, call: Call, vote: Vote | None = None) -> Any:
+    def replay(
+        self,
+        call: Call,
+        vote: Vote | None = None,
+        change: Callable[[list[Any]], None] | None = None,
+    ) -> Any:
         """Run the graph on resolved inputs, then the epilogue; raises `GuardError` before the latter.
 
-        vote: the agreement with other ranks on whether a guard failed.
+        vote: the agreement with other ranks on whether a guard failed. change: puts other leaves in the list of them.
         Any other exception of an op is propagated, with nothing changed: `may_run_again`. The epilogue allocates
         first and then copies: an interruption after that (Ctrl-C, a broken device) leaves the step half done, as it
         would in eager; so does one after the `commit` of a graph at stage INPLACE.
@@ -279,6 +284,8 @@ class Executable:
                 self._rebuild = rebuilder(self.out_spec)
             assert self._rebuild is not None
             outs = self._builder.build(call, homes, results)
+        if change is not None:
+            change(outs)
         return self._rebuild(outs)
 
     def _whole(self) -> frozenset[int]:

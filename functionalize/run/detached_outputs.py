@@ -6,14 +6,13 @@ gradient, too, and its backward raises. Otherwise a backward outside the step wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from functionalize.errors import UncapturableError
-from functionalize.util import structure
 
 
 class _RefuseBackward(torch.autograd.Function):
@@ -29,14 +28,22 @@ class _RefuseBackward(torch.autograd.Function):
         )
 
 
-def refuse_backward(result: Any, had_grad_fn: Sequence[bool]) -> Any:
-    """`result`, where leaves that had a `grad_fn` in eager get one whose backward raises."""
+def refusing_backward(had_grad_fn: Sequence[bool]) -> Callable[[list[Any]], None] | None:
+    """What gives leaves that had a `grad_fn` in eager one whose backward raises; None: there are none.
+
+    had_grad_fn: of the leaves of the result, which come first.
+    """
     if not any(had_grad_fn) or not torch.is_grad_enabled():
-        return result
-    leaves, spec = structure.flatten(result, result=True)
-    anchor = torch.empty(0, requires_grad=True)
-    leaves = [
-        _RefuseBackward.apply(leaf, anchor) if refuse and not leaf.requires_grad else leaf
-        for leaf, refuse in zip(leaves, had_grad_fn, strict=True)
-    ]
-    return structure.unflatten(leaves, spec)
+        return None
+
+    def refuse(leaves: list[Any]) -> None:
+        anchor = torch.empty(0, requires_grad=True)
+        made: dict[int, Any] = {}
+        for at, had in enumerate(had_grad_fn):
+            leaf = leaves[at]
+            if had and id(leaf) in made:
+                leaves[at] = made[id(leaf)]
+            elif had and not leaf.requires_grad:
+                leaves[at] = made[id(leaf)] = _RefuseBackward.apply(leaf, anchor)
+
+    return refuse

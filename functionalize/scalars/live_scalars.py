@@ -366,11 +366,12 @@ def left_behind(value: Any) -> Any:
 
 
 def plain_tree(tree: Any) -> Any:
-    """A result with live numbers replaced by plain ones, also those in objects. Adds no facts."""
-    leaves, spec = structure.flatten(tree, result=True)
-    if not any(map(is_live, leaves)):
+    """A result with live numbers replaced by plain ones, also those in objects: in place. Adds no facts."""
+    leaves = structure.flatten(tree, result=True)[0]
+    live = [leaf for leaf in leaves if is_live(leaf)]
+    if not live:
         return tree
-    return structure.unflatten(list(map(left_behind, leaves)), spec)
+    return structure.with_others(tree, {id(each): left_behind(each) for each in live})
 
 
 def plain_keys(result: Any) -> None:

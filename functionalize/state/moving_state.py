@@ -29,8 +29,10 @@ place of another one, that anything else holds and could change, what `python_ef
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 from torch import Tensor
@@ -42,6 +44,16 @@ from functionalize.recorder.recorder import Recorder
 from functionalize.scalars.float_calls import Scope, float_scopes, live_floats
 from functionalize.scalars.live_scalars import as_live, expression_of, is_live, left_behind
 from functionalize.state.arguments import flatten_result, unflatten_result
+from functionalize.state.carried_containers import (
+    Memo,
+    NumbersInside,
+    copies,
+    holds_live,
+    marked,
+    one_object,
+    reaches,
+    with_plain,
+)
 from functionalize.state.drawing import (
     Drawing,
     GeneratorPlace,
@@ -52,11 +64,14 @@ from functionalize.state.drawing import (
 from functionalize.state.place_effects import Appended, Assigned, FlagGuard, PlaceNumber
 from functionalize.state.storage_places import Places
 from functionalize.util.number_uses import any_needs_exact
+from functionalize.util.structure import KeptObject
 from functionalize.util.tensor_wrappers import address_of
 from functionalize.walk.code_uses import only_appended, stored_constants
 from functionalize.walk.fact_text import (
     CARRIED,
+    COMPUTED,
     FEWER_ITEMS,
+    HELD_TOO,
     MORE_ITEMS,
     NUMBERS,
     OUTSIDE,
@@ -71,11 +86,15 @@ from functionalize.walk.live_places import (
     LivePlaces,
     changeable_in,
     content,
+    contents,
     difference_in,
     elements_in,
+    held_elsewhere,
     is_absent,
     is_alone,
     is_bundle,
+    numbers_between,
+    part_at,
     put,
     structure_of,
 )
@@ -111,7 +130,7 @@ class MovingPlaces:
 
     floats: the globals in which calls of `float` are live, see `scalars/float_calls.py`.
     flags: the values of type bool in `values`, which are no numbers: facts. constants: those that code writes out and
-    assigns to a place, by its name.
+    assigns to a place, by its name. kept: the places of objects that the step returns as they are.
     """
 
     live: LivePlaces
@@ -121,6 +140,7 @@ class MovingPlaces:
     generators: tuple[GeneratorPlace, ...] = ()
     floats: tuple[Scope, ...] = ()
     flags: tuple[tuple[str, Held, bool], ...] = ()
+    kept: tuple[Held, ...] = ()
 
     @property
     def facts(self) -> tuple[FlagGuard, ...]:
@@ -128,7 +148,7 @@ class MovingPlaces:
         return tuple(FlagGuard(*flag) for flag in self.flags)
 
     def __bool__(self) -> bool:
-        return bool(self.live or self.generators or self.floats)
+        return bool(self.live or self.generators or self.floats or self.kept)
 
     def learn(self, reads: AttributeReads) -> None:
         """Add the constants that code of libraries was seen to assign."""
@@ -136,10 +156,22 @@ class MovingPlaces:
             if (constant := reads.assigned(place.place)) is not None:
                 self.constants[name] |= {constant}
 
-    def of_effects(self, effects: Sequence[Any]) -> MovingPlaces:
-        """Those of a recording with these effects: without generators, if it has drawn from none."""
+    def left_with(self, effects: Sequence[Any], leaves: Sequence[Any]) -> MovingPlaces:
+        """Those of a recording with these effects, and these leaves of all that it has left.
+
+        Without generators, if it has drawn from none.
+        """
         has_drawn = any(isinstance(each, (Draws, GeneratorSet)) for each in effects)
-        return self if has_drawn else replace(self, generators=())
+        kept = tuple(each.place for each in leaves if type(each) is KeptObject)
+        return replace(self, generators=self.generators if has_drawn else (), kept=kept)
+
+    def objects(self) -> dict[int, tuple[Held, Any]]:
+        """By id, the objects that a recording has returned as they are, each with its place."""
+        return {
+            id(found): (place, found)
+            for place in self.kept
+            if not is_absent(found := content(place))
+        }
 
     def bring_in(self, places: Places, recorder: Recorder) -> None:
         """Add the states of the generators of torch to the tensors that a recording may read."""
@@ -168,8 +200,23 @@ class MovingPlaces:
             {name: stored_constants(codes, name.rpartition(".")[2]) for name, _ in found},
             generators,
             floats,
-            tuple((name, p, flag) for name, p in found if type(flag := content(p)) is bool),
+            tuple(
+                (name, p, flag)
+                for name, p in _flags(found, live)
+                if type(flag := content(p)) is bool
+            ),
         )
+
+
+def _flags(found: Sequence[tuple[str, Held]], live: LivePlaces) -> Iterator[tuple[str, Held]]:
+    """The places in which flags may be: live ones, and of bundles those of what moves in them."""
+    for name, place in found:
+        yield name, place
+        for keys in sorted(live.numbers_at(place), key=repr):
+            inside = place
+            for key in keys:
+                inside = Held(inside, key)
+            yield ".".join(map(str, (name, *keys))), inside
 
 
 def moved(before: PythonState, after: PythonState) -> LivePlaces:
@@ -180,6 +227,12 @@ def moved(before: PythonState, after: PythonState) -> LivePlaces:
         for _, p, value in after.slots
         if not _is_same(were.get(p.place, before), value)
         and (type(value) is not Bundle or value.may_replace(were.get(p.place)))
+    }
+    numbers = {
+        p.place: frozenset(numbers_between(was.structure, value.structure))
+        for _, p, value in after.slots
+        if p.place in values and type(value) is Bundle
+        if type(was := were.get(p.place)) is Bundle
     }
     new = [
         content(p)
@@ -195,7 +248,8 @@ def moved(before: PythonState, after: PythonState) -> LivePlaces:
     }
     if values and any_needs_exact(after.roots.functions):
         values = {k: p for k, p in values.items() if _is_no_number(content(p))}
-    return LivePlaces(values, lists)
+        numbers = {}
+    return LivePlaces(values, lists, {k: found for k, found in numbers.items() if k in values})
 
 
 def with_live_places(live: LivePlaces, walk: Callable[[LivePlaces], PythonState]) -> PythonState:
@@ -206,7 +260,9 @@ def with_live_places(live: LivePlaces, walk: Callable[[LivePlaces], PythonState]
         for path, place, found in state.lists
         if id(found) in live.lists and is_only_appended(state, path, place, found)
     }
-    return state if len(kept) == len(live.lists) else walk(LivePlaces(live.values, kept))
+    return (
+        state if len(kept) == len(live.lists) else walk(LivePlaces(live.values, kept, live.numbers))
+    )
 
 
 def is_only_appended(state: PythonState, path: Path, place: Held, found: list[Any]) -> bool:
@@ -244,23 +300,43 @@ def _is_same(was: Any, now: Any) -> bool:
 class MovingState:
     """A context in which these places hold live numbers, if the numbers of the recording are live.
 
-    on_entry: the tensors that they held, with the place of each.
+    on_entry: the tensors that they held, with the place of each. result: of the step, set before the context ends;
+    after it with the live numbers of the recording, while `returned` has none in the containers that a place holds.
+    one_object: the containers that the step leaves in several places, see `carried_containers.py`.
+    fresh: the ids of objects in the result, and at the places, that can be changed and that nothing else holds.
     """
 
-    def __init__(self, places: MovingPlaces, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        places: MovingPlaces,
+        recorder: Recorder,
+        kept: Mapping[int, tuple[Held, Any]] = MappingProxyType({}),
+    ) -> None:
+        """kept: by id, objects that are there on entry, each with its place: a result holds these very objects."""
         self.effects: list[tuple[Any, Any]] = []
         self.refusal: str | None = None
         self.moved: dict[Any, Held] = {}
+        self.result: Any = None
+        self.returned: Any = None
+        self.one_object: list[tuple[Any, Any]] = []
+        self.fresh: set[int] = set()
+        self._kept = kept
         self._places, self._recorder = places, recorder
         self._drawing = Drawing(places.generators, recorder)
         self._floats = live_floats(places.floats, recorder.scalar_log)
         self._were: list[Any] = []  # for each place: a live number, a weak reference to a tensor
         self._addresses: list[int | None] = []  # of the storages of tensors
-        self._left: list[Any] = []
+        self._left: list[Any] = []  # what is there now, with live numbers
+        self._objects: list[Any] = []  # the very containers that are there now
         self.on_entry: list[tuple[weakref.ref[Tensor], MovedPlace]] = []
-        self._shared: set[Any] = set()  # places of containers that something else holds, too
+        self._one_object: list[
+            tuple[Any, Any]
+        ] = []  # `one_object`, with the index of a place for an effect
+        self._elsewhere: set[int] = set()  # ids of containers that something else holds, too
         # The bundles on entry, so that no new one has the id of an old one.
         self._old: list[Any] = []
+        self._inside: dict[int, NumbersInside] = {}  # by the index of the place of a bundle
+        self._unchanged: set[int] = set()  # indices of bundles
         self._items: list[tuple[Any, list[Any]]] = []  # for each list: itself, its elements
 
     @property
@@ -285,7 +361,12 @@ class MovingState:
                 self._were.append(weakref.ref(was))
                 continue
             if is_bundle(was):
-                self._were.append(Bundle(was))
+                numbers = self._places.live.numbers_at(place)
+                if numbers and log is not None:
+                    inside = NumbersInside(place, name, numbers)
+                    inside.put(log)
+                    self._inside[len(self._were)], was = inside, content(place)
+                self._were.append(Bundle(was, numbers))
                 self._old.append(was)
                 continue
             if log is not None and type(was) in LIVE_NUMBERS:
@@ -300,19 +381,59 @@ class MovingState:
     def __exit__(self, *error: object) -> None:
         self._floats.__exit__(None, None, None)
         self._drawing.__exit__(*error)
-        self._shared = {p.place for _, p in self._places.values if not is_alone(p)}
-        for _, place in self._places.values:
-            now = content(place)
-            self._left.append(now)
+        self._leave_containers()
+        for at, (_, place) in enumerate(self._places.values):
+            now = self._left[at]
             if is_live(now):
                 put(place, left_behind(now))
+
+    def _leave_containers(self) -> None:
+        """Note what is at each place, and leave no live number in a bundle there."""
+        held = [place for _, place in self._places.values]
+        self._elsewhere, self.fresh = held_elsewhere(
+            chain(filter(is_bundle, contents(held)), self._results()), self._kept
+        )
+        self.returned = self.result
+        if self._kept:
+            self.result = marked(self.result, self._kept)
+        now = self._objects = list(contents(held))
+        self._left = list(now)
+        for at, was in enumerate(self._were):
+            if type(was) is Bundle and was.is_same(now[at]):
+                inside = self._inside.get(at)
+                if inside is None or inside.are_in(now[at]):
+                    self._unchanged.add(at)
+        bundles = [at for at, each in enumerate(now) if is_bundle(each)]
+        changed = [(at, now[at]) for at in bundles if at not in self._unchanged]
+        self._one_object = one_object([(None, self.result), *changed]) if changed else []
+        has_live = any(holds_live(now[at]) for at in bundles)
+        copied: Memo = {}
+        plain: Memo = {}
+        if has_live:
+            for at in bundles:
+                self._left[at] = copies(now[at], copied)
+            self.fresh |= {id(made) for at, (_, made) in copied.items() if at in self.fresh}
+            if reaches(self.result, copied):
+                self.result = copies(self.result, copied)
+        for inside in self._inside.values():
+            inside.take_away(plain)
+        if has_live:
+            for at in bundles:
+                left = with_plain(now[at], plain)
+                if left is not now[at]:
+                    put(held[at], left)
+            if self.result is not self.returned:
+                self.returned = with_plain(self.returned, plain)
+
+    def _results(self) -> Iterator[Any]:
+        yield self.result
 
     def finish(self) -> None:
         """After the step: the effects, or the refusal."""
         self._drawing.finish()
         places, hints = self._places, list(map(left_behind, self._were))
         found = zip(places.values, self._were, hints, self._left, self._addresses, strict=True)
-        for (name, place), was, hint, now, address in found:
+        for at, ((name, place), was, hint, now, address) in enumerate(found):
             if type(was) is weakref.ReferenceType and now is was():
                 if isinstance(now, Tensor) and address_of(now) != address:
                     what = f"gives `{name}` another storage (`.data = ...` or `set_`){WRITE_INTO}"
@@ -321,7 +442,7 @@ class MovingState:
             if now is was:
                 continue
             if type(was) is Bundle:
-                self._finish_bundle(name, place, was, now)
+                self._finish_bundle(at, name, place, was, now)
                 continue
             known = is_live(now) or isinstance(now, Tensor) or self._is_constant(name, now)
             known = known or (type(now) is bool and type(hint) is bool)
@@ -330,51 +451,66 @@ class MovingState:
                 continue
             self.moved[place.place] = place
             self.effects.append((Assigned(name, place), now))
-        self._were.clear()
-        self._left.clear()
-        self._old.clear()
+        self.one_object = self._assigned_alike()
+        for each in (self._were, self._left, self._objects, self._old):
+            each.clear()
+        self._inside.clear()
         for (name, place), (was, items) in zip(places.lists, self._items, strict=True):
             self._finish_list(name, place, was, items)
         self._items.clear()
 
-    def _finish_bundle(self, name: str, place: Held, was: Bundle, now: Any) -> None:
-        """Of a bundle. A replay makes another one, so that nothing else may hold one that can be changed."""
-        if was.is_same(now):
+    def _finish_bundle(self, at: int, name: str, place: Held, was: Bundle, now: Any) -> None:
+        """Of a bundle. A replay makes another one, so that no code but what it leaves may hold one that can change."""
+        if at in self._unchanged:
             if was.has_other_storages():
                 what = f"gives a tensor in `{name}` another storage (`.data = ...` or `set_`)"
                 self.refusal = self.refusal or what + WRITE_INTO
             return
-        if (structure := structure_of(now)) != was.structure or not is_bundle(now):
-            at, new, old = difference_in(name, was.structure, structure)
+        numbers = self._places.live.numbers_at(place)
+        structure = structure_of(now, numbers)
+        if structure != was.structure or not is_bundle(now):
+            inside, new, old = difference_in(name, was.structure, structure)
             self.refusal = self.refusal or (
-                f"changes Python state, which a replay would not: `{at}` is {new}, was {old}: of a container that is "
-                "made anew, a replay moves the tensors; keep other things that change in attributes of their own"
+                f"changes Python state, which a replay would not: `{inside}` is {new}, was {old}: of a container that "
+                "is made anew, a replay moves tensors and numbers; keep other things that change in attributes of "
+                "their own"
             )
             return
-        left = zip(self._places.values, self._left, strict=True)
-        other = next((n for (n, p), value in left if value is now and p is not place), None)
-        kind = type(now).__name__
-        if other is not None:
-            self.refusal = self.refusal or (
-                f"leaves one {kind} in `{name}` and `{other}`, where a replay would make two: make one for each, "
-                "`a, b = (h, c), (h, c)`"
-            )
-            return
-        can_change = next(changeable_in(now), None) is not None
-        if can_change and was.is_at(now):
+        for keys, hint in was.hints.items():
+            number = part_at(now, keys)
+            if not is_live(number) and type(hint) is not bool and not _is_same(hint, number):
+                self._refuse(".".join(map(str, (name, *keys))), number, hint, COMPUTED)
+                return
+        found = self._objects[at]
+        kind, can_change = type(found).__name__, next(changeable_in(found), None) is not None
+        if can_change and was.is_at(found):
             self.refusal = self.refusal or (
                 f"changes the {kind} in `{name}` in place, where earlier calls put another one{CARRIED}"
             )
             return
-        olds = (each.is_at(now) for each in self._were if type(each) is Bundle)
-        if can_change and (place.place in self._shared or any(olds)):
+        if any(id(each) in self._elsewhere for each in changeable_in(found)):
             self.refusal = self.refusal or (
-                f"leaves in `{name}` a {kind} that something else holds, too, where a replay would make another one: "
-                f"put a copy there (`{_COPIES.get(kind, 'copy.copy(...)')}`), or a tuple, which nobody can change"
+                f"leaves in `{name}` a {kind} {HELD_TOO}: put a copy there (`{_COPIES.get(kind, 'copy.copy(...)')}`), "
+                "or a tuple, which nobody can change"
             )
             return
         self.moved[place.place] = place
         self.effects.append((Assigned(name, place), now))
+
+    def _assigned_alike(self) -> list[tuple[Any, Any]]:
+        """The containers in several places, without those at places to which the step assigns nothing."""
+        places = self._places.values
+        found = {e.place.place: e for e, _ in self.effects if type(e) is Assigned}
+        effects = {at: found[p.place] for at, (_, p) in enumerate(places) if p.place in found}
+
+        def named(where: Any) -> Any:
+            return (None if where[0] is None else effects[where[0]]), where[1]
+
+        return [
+            (named(source), named(to))
+            for source, to in self._one_object
+            if all(where[0] is None or where[0] in effects for where in (source, to))
+        ]
 
     def _is_constant(self, name: str, now: Any) -> bool:
         return (type(now), repr(now)) in self._places.constants[name]
@@ -420,6 +556,8 @@ class MovingState:
         log = self._recorder.scalar_log
         shape: list[Hashable] = []
         constants: list[Hashable] = []
+        for source, to in self.one_object:
+            shape += [(of and of.what, *keys) for of, keys in (source, to)]
         for effect, value in self.effects:
             leaves, spec = flatten_result(value)
             shape += [effect.what, str(spec)]

@@ -22,10 +22,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from functionalize._compat.graphs import pytree
 from functionalize.errors import UncapturableError
 from functionalize.ir.inputs import Call
 from functionalize.ir.outputs import LeafItself, OutputRole, SameAs, SourceItself
 from functionalize.state.arguments import flatten_result
+from functionalize.util.structure import Joined
 
 
 class PythonEffect(Protocol):
@@ -52,6 +54,28 @@ def in_order(
     """The effects of a step, with their values. moves: what it assigns. No two calls change places."""
     first = next((i for i, (effect, _) in enumerate(calls) if is_last(effect)), len(calls))
     return [*calls[:first], *moves, *calls[first:]]
+
+
+def flatten_left(
+    result: Any,
+    gradients: Sequence[Any],
+    effects: Sequence[tuple[PythonEffect, Any]],
+    one_object: Sequence[tuple[Any, Any]] = (),
+) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves and the structure of all that a step leaves: its result, gradients, the values of its effects.
+
+    one_object: the containers that stand in several of these, see `carried_containers.py`.
+    """
+    tree: Any = result, [*gradients, *(value for _, value in effects)]
+    if one_object:
+        numbers = {id(effect): len(gradients) + i for i, (effect, _) in enumerate(effects)}
+
+        def keys(where: Any) -> tuple[Any, ...]:
+            of, inner = where
+            return (0, *inner) if of is None else (1, numbers[id(of)], *inner)
+
+        tree = Joined(tree, tuple((keys(source), keys(to)) for source, to in one_object))
+    return flatten_result(tree)
 
 
 def repeat(effects: Sequence[PythonEffect], call: Call, values: Sequence[Any]) -> None:

@@ -57,7 +57,7 @@ from functionalize.program.executable import Vote
 from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.watched_recorder import WatchedRecorder
-from functionalize.run.detached_outputs import refuse_backward
+from functionalize.run.detached_outputs import refusing_backward
 from functionalize.scalars.escaped_numbers import replace_escaped
 from functionalize.scalars.live_scalars import plain_tree, was_refused
 from functionalize.state import arguments
@@ -672,7 +672,8 @@ class CapturedStep:
         """Run a program whose guards hold. counts: whether it is one of the cache, and counts the replay."""
         vote = self._vote_after_graph(cached) if self._votes_again else None
         drop(call, cached.dropped)
-        result, left = cached.program.replay(call, vote)
+        refuse = refusing_backward(cached.has_grad_fn)
+        result, left = cached.program.replay(call, vote, refuse)
         count = len(cached.slots)
         leave(call, cached.slots, left[:count], cached.effects)
         if counts:
@@ -680,7 +681,6 @@ class CapturedStep:
         repeat(cached.python_effects, call, left[count:])
         if reads_late(cached.python_effects):
             result = filled(result, call)
-        result = refuse_backward(result, cached.has_grad_fn)
         return result
 
     def _vote_after_graph(self, cached: CachedProgram) -> Vote | None:
@@ -781,7 +781,7 @@ class CapturedStep:
                 else:  # what another thread did meanwhile is not the step's
                     self.stats.eager += 1
                     self._disturbed += 1
-                result, log_of_numbers = plain_tree(run.result), run.recorder.scalar_log
+                result, log_of_numbers = plain_tree(run.returned), run.recorder.scalar_log
                 del run
                 replace_escaped(log_of_numbers)  # the caller may hold them
                 return result

@@ -40,12 +40,13 @@ from functionalize._compat.graphs import pytree
 from functionalize._compat.references import address
 from functionalize.audit.signature import Signature
 from functionalize.calls.late_numbers import check_not_needed
+from functionalize.errors import UncapturableError
 from functionalize.fsdp.objects import fsdp_keepalives
 from functionalize.fsdp.python_state import FSDPStateGuard
 from functionalize.fsdp.releases import why_not_here
 from functionalize.ir.inputs import Call, Captured, chain_of
 from functionalize.ir.ops import OpRecord, refs_in, storages_in
-from functionalize.ir.outputs import Constant, OutputRole
+from functionalize.ir.outputs import Constant, MadeAnew, OutputRole, SameAs
 from functionalize.program.program import Program
 from functionalize.program.prune_unused import drop_unused_inputs
 from functionalize.recorder.builder import Builder, TensorInput
@@ -60,9 +61,11 @@ from functionalize.state.moving_state import Moves
 from functionalize.state.python_effects import check_leaves
 from functionalize.state.sources import Gradient
 from functionalize.step.step_state import EntryState, ExitState, kept_objects, state_around
+from functionalize.util.structure import is_stateful, objects_inside
 from functionalize.util.tensor_wrappers import address_of, plain_tensors
 from functionalize.util.user_stack import line_of
 from functionalize.walk.code_uses import lines_of_returns
+from functionalize.walk.fact_text import HELD_TOO
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.parts import Held, Is
 from functionalize.walk.roots import Roots
@@ -119,10 +122,12 @@ class StepRecording:
         exit: ExitState,
         moves: Moves | None = None,
         moved: Mapping[Any, Held] = MappingProxyType({}),
+        fresh: Container[int] = (),
     ) -> None:
+        """fresh: the ids of objects that the step leaves, and that can be changed and nothing else holds."""
         self.recorder, self.entry, self.exit = recorder, entry, exit
         self.previous: RecordingSummary | None = None
-        self._moves, self._moved = moves, moved
+        self._moves, self._moved, self._fresh = moves, moved, fresh
         modules = list(entry.roots.modules.values())
         allowed = [*exit.leaves, *fsdp_keepalives(modules)]
         known = {recorder.storages.ref(t).storage for leaf in allowed for t in plain_tensors(leaf)}
@@ -169,7 +174,9 @@ class StepRecording:
         """The part with which the next recording is compared."""
         pins = (*(e.info for e in self.unowned), *self.outliving)
         lists, previous = self.entry.moving.live.lists, self.previous
-        places = LivePlaces(self._moved, lists) | self.exit.moved
+        numbers = self.entry.moving.live.numbers
+        numbers = {place: each for place, each in numbers.items() if place in self._moved}
+        places = LivePlaces(self._moved, lists, numbers) | self.exit.moved
         seen = (self._moves,) if self._moves is not None else ()
         if previous is not None:
             if previous.is_live:  # the first recording may have filled caches
@@ -279,6 +286,11 @@ class StepRecording:
             return None
         if hyper is not None and hyper.wanted:  # these are live in the next recording
             return None
+        known = self.entry.moving.live.values.keys()
+        if (
+            HELD_TOO in changed and not self.exit.moved.values.keys() <= known
+        ):  # by a place that is live there
+            return None
         return changed + self._origin(changed)
 
     def unsettled(self, reason: str) -> str:
@@ -374,12 +386,30 @@ class StepRecording:
     def _copying(self, outputs: list[OutputRole]) -> list[OutputRole]:
         """Let each replay return a copy of a mutable object that the step made."""
         known = {*self.entry.python_state.state.seen, *map(id, self.entry.leaves)}
-        return [
-            role
-            if not isinstance(role, Constant) or not _is_changeable(role.value, known)
-            else Constant(copy.deepcopy(role.value), made=True)
-            for role in outputs
-        ]
+        first: dict[int, int] = {}
+        found: list[OutputRole] = []
+        for at, role in enumerate(outputs):
+            value = role.value if isinstance(role, Constant) else None
+            if id(value) not in self._fresh and not _is_changeable(value, known):
+                found.append(role)
+            elif id(value) in first:
+                found.append(SameAs(first[id(value)]))
+            else:
+                first[id(value)] = at
+                found.append(self._made_anew(value, known))
+        return found
+
+    def _made_anew(self, value: Any, known: Container[int]) -> Constant:
+        """The role of an object of which each replay returns a copy, with the same objects of others in it."""
+        kept = [each for each in objects_inside(value) if is_stateful(each) or id(each) in known]
+        try:
+            copied = copy.deepcopy(value, {id(each): each for each in kept})
+        except Exception as error:
+            raise UncapturableError(
+                f"the step leaves an object of type {type(value).__name__}, of which no replay can make another one "
+                f"({type(error).__name__}: {error}): return numbers, tensors, or dicts and dataclasses of these"
+            ) from None
+        return Constant(MadeAnew(copied, kept) if kept else copied, made=True)
 
     def _inputs(
         self, builder: Builder, externals: Sequence[External] | None = None

@@ -114,8 +114,9 @@ class FinishedRun(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """A step that ran to its end. entry: the state before it. result: what it returned.
+    """A step that ran to its end. entry: the state before it.
 
+    result: with the live numbers of the recording. returned: what the caller gets, which may hold some, too.
     changed: a change of its arguments or hyperparameters that a replay would not repeat; None: there is none.
     moving: the places in Python that it moves.
     """
@@ -126,6 +127,11 @@ class RecordedRun:
     changed: str | None
     moving: MovingState
     rendezvous: Rendezvous | None = None
+
+    @property
+    def returned(self) -> Any:
+        """What the step returned to its caller."""
+        return self.moving.returned
 
     def recording(self) -> StepRecording:
         plain_keys(self.result)
@@ -142,12 +148,19 @@ class RecordedRun:
             settle_escaped(self.recorder.scalar_log, flatten_result((self.result, values))[0])
         # In the step's own grad mode:
         exit = ExitState.now(
-            self.entry, result, changed, effects, self.moving.explained, self.moving.on_entry
+            self.entry,
+            result,
+            changed,
+            effects,
+            self.moving.explained,
+            self.moving.on_entry,
+            self.moving.one_object,
         )
         if exit.changed is None:
             self.entry.observed.leave_unread(self.entry.leaves)
         with torch.no_grad():
-            return StepRecording(self.recorder, self.entry, exit, key, self.moving.moved)
+            fresh = self.moving.fresh
+            return StepRecording(self.recorder, self.entry, exit, key, self.moving.moved, fresh)
 
 
 def record(
@@ -191,12 +204,14 @@ def record(
     try:
         with (
             hyperparameters as hyper,
-            MovingState(entry.moving, recorder) as moving,
+            MovingState(
+                entry.moving, recorder, {} if hooks_run_outside else entry.holders
+            ) as moving,
             nullcontext() if recorder.tape.is_off else calls.observing(recorder),
             _only_literals(recorder) if is_idle else recorder,
             entry.observed.reads.watching(),
         ):
-            result = observed(call.observer, lambda: fn(*call.args, **call.kwargs))
+            moving.result = observed(call.observer, lambda: fn(*call.args, **call.kwargs))
     except BaseException:
         replace_escaped(recorder.scalar_log)
         if rendezvous is not None:
@@ -205,7 +220,7 @@ def record(
     recorder.checks.outside.clear()  # it keeps graphs of the caller's alive
     moving.effects += hyper.effects
     changed = hyper.changed or arguments.changed(call.args, call.kwargs, call.leaves, call.spec)
-    return RecordedRun(recorder, entry, result, changed, moving, rendezvous)
+    return RecordedRun(recorder, entry, moving.result, changed, moving, rendezvous)
 
 
 @contextmanager

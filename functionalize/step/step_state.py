@@ -35,7 +35,7 @@ from functionalize.state.dropped_gradients import watch
 from functionalize.state.hyperparameters import Key, liftable
 from functionalize.state.mode_guard import ModeGuard
 from functionalize.state.moving_state import MovingPlaces, moved, with_live_places
-from functionalize.state.python_effects import PythonEffect, unrepeatable
+from functionalize.state.python_effects import PythonEffect, flatten_left, unrepeatable
 from functionalize.state.python_state import ObservedState, SurroundingsGuard
 from functionalize.state.sources import (
     GroupTensor,
@@ -64,6 +64,7 @@ from functionalize.state.storage_places import (
     fixed_tensors,
 )
 from functionalize.util.reading import is_a
+from functionalize.util.structure import KeptObject
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.walk.code_uses import is_only_stored
 from functionalize.walk.fact_text import OUTSIDE
@@ -178,6 +179,11 @@ class EntryState:
             moving,
             ObservedState(surroundings, AttributeReads(roots, state.seen)),
         )
+
+    @property
+    def holders(self) -> dict[int, tuple[Held, Any]]:
+        """By id, the objects that determine ops and can be changed, each with its place."""
+        return self.python_state.state.holders
 
     @property
     def modules(self) -> ModuleGuard:
@@ -328,11 +334,13 @@ class ExitState:
         python_effects: Sequence[tuple[PythonEffect, Any]] = (),
         explained: Container[int] = (),
         on_entry: Iterable[tuple[weakref.ref[Tensor], MovedPlace]] = (),
+        one_object: Sequence[tuple[Any, Any]] = (),
     ) -> ExitState:
         """Compare every slot and FSDP2's state with those on entry.
 
         changed: a change that is known already. python_effects: those of the step, with their values. explained: ids of
-        generators that they move. on_entry: the tensors that were at places which the step moves.
+        generators that they move. on_entry: the tensors that were at places which the step moves. one_object: the
+        containers that the step leaves in several places.
         """
         were: dict[int, list[MovedPlace]] = {}
         for tensor, source in on_entry:
@@ -346,10 +354,10 @@ class ExitState:
             assigned.append(slot)
             gradients.append(gradient)
         repeated, values = [e for e, _ in python_effects], [value for _, value in python_effects]
-        leaves, spec = flatten_result((result, [*gradients, *values]))
+        leaves, spec = flatten_left(result, gradients, python_effects, one_object)
         has_grad_fn = [
             isinstance(x, Tensor) and x.requires_grad and x.grad_fn is not None
-            for x in flatten_result(result)[0]
+            for x in leaves[: len(flatten_result(result)[0])]
         ]
         changed = changed or entry.changed(False, explained) or unrepeatable(repeated, values)
         places = NO_PLACES if changed is None else entry.moved()
@@ -384,17 +392,22 @@ def state_around(
         exit.assigned,
         entry.hyperparameters,
         entry.roots.optimizers,
-        entry.moving.of_effects(exit.python_effects),
+        entry.moving.left_with(exit.python_effects, exit.leaves),
         records,
         facts,
     )
 
 
 def kept_objects(recorder: Recorder, entry: EntryState, exit: ExitState) -> dict[int, SourceItself]:
-    """The tensor objects of a result that were there on entry, by their ids: a replay finds them again."""
+    """The objects of a result that were there on entry, by the ids of leaves: a replay finds them again."""
     assigned = set(map(id, exit.assigned))
     found: dict[int, SourceItself] = {}
     for leaf in exit.leaves:
+        if type(leaf) is KeptObject:
+            place: Held = leaf.place
+            is_moved = entry.moving.live.has(place)
+            source = MovedPlace(place.container, place.key) if is_moved else place
+            found[id(leaf)] = SourceItself(source)
         if isinstance(leaf, Tensor) and id(leaf) not in found:
             sources = list(_places_of(leaf, recorder, entry, assigned))
             known = {source.place for source in sources if isinstance(source, Held)}

@@ -56,7 +56,7 @@ class AuditedForward:
             if difference is not None:
                 difference = f"after equal ops: {difference}"
             elif self._expected is not None:
-                difference = self._expected.difference(plain_tree(end.exit.leaves))
+                difference = self._expected.difference(plain_tree([*end.exit.leaves]))
             verdict = AuditVerdict(difference)
         self._is_over = verdict != AuditVerdict()
         self._expected = None

@@ -1,4 +1,11 @@
-"""Where a Python module or a file of code comes from: the standard library, an installed package, or the user."""
+"""Where code comes from: the standard library, an installed package, or the user.
+
+is_users("train")                   by the name of a module
+is_users_function(step)             by the namespace in which it was defined: `functools.wraps` gives a function the
+                                    name of another one's module
+is_users_class(Meter)               by the name of its module, unless that cannot be: code that is run by `exec` in a
+                                    dict without a name makes classes of "builtins"
+"""
 
 from __future__ import annotations
 
@@ -6,6 +13,10 @@ import functools
 import os
 import sys
 import sysconfig
+import types
+from typing import Any
+
+from functionalize.util.by_class import by_class
 
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 
@@ -21,6 +32,64 @@ def is_users(module: str | None) -> bool:
         and package not in ("torch", "functionalize")
         and not is_installed(module)
     )
+
+
+def is_users_function(function: types.FunctionType) -> bool:
+    """Whether the code of a function is the user's, whatever module it says that it is of."""
+    return _is_users_namespace(function.__globals__)
+
+
+def _is_users_namespace(space: dict[str, Any]) -> bool:
+    name = space.get("__name__")
+    if type(name) is not str:
+        return True
+    if is_users(name):
+        return True
+    found = sys.modules.get(name)
+    if found is None or vars(found) is not space:  # it may have put another object in its place
+        file = space.get("__file__")
+        return not (type(file) is str and (is_installed_file(file) or is_standard_file(file)))
+    return False
+
+
+@by_class
+def is_users_class(kind: type) -> bool:
+    """Whether a class is the user's."""
+    if is_users(kind.__module__):
+        return True
+    if not kind.__flags__ & _MADE_BY_CODE or kind.__flags__ & _OF_C:
+        return False
+    if kind.__module__ in _OF_NO_MODULE:
+        return vars(sys.modules[kind.__module__]).get(kind.__name__) is not kind
+    spaces = [f.__globals__ for each in list(vars(kind).values()) if (f := _function_of(each))]
+    if any(_is_users_namespace(s) for s in spaces if not _is_of_module(s)):
+        return True
+    return bool(spaces) and all(
+        map(_is_users_namespace, spaces)
+    )  # its module is a name that it was given
+
+
+def _function_of(value: Any) -> types.FunctionType | None:
+    """The function in what a class holds: below decorators."""
+    for name in ("__func__", "fget"):
+        value = getattr(value, name, value) if isinstance(value, _METHODS) else value
+    while type(value) is types.FunctionType and type(value.__dict__.get("__wrapped__")) is (
+        types.FunctionType
+    ):
+        value = value.__wrapped__  # type: ignore[attr-defined]
+    return value if type(value) is types.FunctionType else None
+
+
+def _is_of_module(space: dict[str, Any]) -> bool:
+    """Whether a namespace is that of the module that it names. Those of a library may hold functions of scripts."""
+    name = space.get("__name__")
+    found = sys.modules.get(name) if type(name) is str else None
+    return found is not None and vars(found) is space
+
+
+_METHODS = (staticmethod, classmethod, property)
+_MADE_BY_CODE, _OF_C = 1 << 9, 1 << 8  # flags of types: on the heap, and immutable
+_OF_NO_MODULE = ("builtins", "types")  # of code in a dict without a name, and `make_dataclass`
 
 
 @functools.cache

@@ -74,14 +74,62 @@ def _is_size(value: Any) -> bool:
     return type(value) is torch.Size  # pytree makes a tuple of it
 
 
+def with_others(tree: Any, others: Mapping[int, Any]) -> Any:
+    """The tree with others in the places of leaves, by their ids. Containers stay the same objects, but tuples.
+
+    So do not those of types that `flatten` alone opens.
+    """
+    changed = _with_others(tree, others, {})
+    leaves, spec = flatten(changed, result=True)
+    if all(id(leaf) not in others for leaf in leaves):
+        return changed
+    return unflatten([others.get(id(leaf), leaf) for leaf in leaves], spec)
+
+
+def _with_others(value: Any, others: Mapping[int, Any], memo: dict[int, Any]) -> Any:
+    if id(value) in others:
+        return others[id(value)]
+    kind: Any = type(value)
+    if kind in _CLOSED or id(value) in memo:
+        return memo.get(id(value), value)
+    if issubclass(kind, tuple):
+        elements = list(tuple.__iter__(value))
+        found = [_with_others(each, others, memo) for each in elements]
+        is_same = all(a is b for a, b in zip(elements, found, strict=True))
+        is_plain = kind is tuple or hasattr(kind, "_make")
+        if is_same or not is_plain:
+            return value
+        memo[id(value)] = made = tuple(found) if kind is tuple else kind._make(found)
+        return made
+    memo[id(value)] = value
+    if issubclass(kind, (list, dict)):
+        is_list = issubclass(kind, list)
+        base: Any = list if is_list else dict
+        pairs = list(enumerate(list.__iter__(value)) if is_list else dict.items(value))
+        put = base.__setitem__
+    elif issubclass(kind, SimpleNamespace) or dataclasses.is_dataclass(kind):
+        pairs, put = list(attributes_of(value).items()), object.__setattr__
+    else:
+        return value
+    for key, each in pairs:
+        now = _with_others(each, others, memo)
+        if now is not each:
+            put(value, key, now)
+    return value
+
+
 def unflatten(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
     """The inverse of `flatten`: opened objects are created without calling their `__init__`."""
-    return pytree.tree_unflatten(leaves, spec)
+    tree = pytree.tree_unflatten(leaves, spec)
+    return tree.joined() if type(tree) is Joined else tree
 
 
 def rebuilder(spec: pytree.TreeSpec) -> Callable[[list[Any]], Any]:
     """A function that does what `unflatten` does, and that copies a list of leaves at once, however long it is."""
     children, start = spec.children(), 0
+    if spec.type is Joined:
+        make, same = rebuilder(children[0]), spec.context
+        return lambda leaves: Joined(make(leaves), same).joined()
     if spec.type is list and all(child.is_leaf() for child in children):
         return list
     if spec.type not in (list, tuple):
@@ -120,6 +168,8 @@ def sketch(spec: pytree.TreeSpec) -> Any:
     if spec.is_leaf():
         return "*"
     children = [sketch(child) for child in spec.children()]
+    if spec.type is Joined:
+        return children[0]
     if spec.type is Opened:
         return Opened(spec.context, children)
     return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(children, spec.context)
@@ -129,7 +179,7 @@ def holds_tensors(leaf: Any) -> bool:
     """Whether an object that is a leaf of the structure holds tensors."""
     if type(leaf) in _CLOSED or is_a(leaf, (Tensor, type, *_STATEFUL)):
         return False
-    return any(is_a(x, Tensor) for x in _inside(leaf))
+    return any(is_a(x, Tensor) for x in objects_inside(leaf))
 
 
 # -- objects as pytree nodes -----------------------------------------------------------------------
@@ -167,7 +217,7 @@ class _Shape(NamedTuple):
 
 
 class Opened:
-    """An object split into its structure and its children: the only type that this library registers with pytree."""
+    """An object split into its structure and its children. Only this and `Joined` are registered with pytree."""
 
     __slots__ = ("children", "shape")
 
@@ -230,6 +280,72 @@ pytree.register_pytree_node(
     flatten_with_keys_fn=lambda o: (
         list(zip(_keys(o.shape), o.children, strict=True)),
         o.shape,
+    ),
+)
+
+
+class KeptObject:
+    """In the place of a part of a result: the object that is at a place outside. place: where a replay finds it."""
+
+    __slots__ = ("place",)
+
+    def __init__(self, place: Any) -> None:
+        self.place = place
+
+
+class Joined:
+    """A tree in which some containers are one object, which pytree would make several times.
+
+    same: pairs of the keys that lead to a container, and of those that lead to where it stands, too; what is inside a
+    container comes before it.
+    """
+
+    __slots__ = ("same", "tree")
+
+    def __init__(self, tree: Any, same: tuple[tuple[Any, Any], ...]) -> None:
+        self.tree, self.same = tree, same
+
+    def joined(self) -> Any:
+        """The tree, whose containers are still those of pytree, with one object in all places of each."""
+        tree = self.tree
+        for source, target in self.same:
+            value = tree
+            for key in source:
+                value = _inside_of(value, key)
+            tree = _with(tree, target, value)
+        return tree
+
+
+def _inside_of(value: Any, key: Any) -> Any:
+    if issubclass(type(value), (list, tuple, dict)):
+        return value[key]
+    return object.__getattribute__(value, key)
+
+
+def _with(value: Any, keys: Any, inner: Any) -> Any:
+    """A tree with another object where keys lead: in place, or other tuples."""
+    if not keys:
+        return inner
+    key, *rest = keys
+    now = _with(_inside_of(value, key), rest, inner)
+    kind: Any = type(value)
+    if issubclass(kind, tuple):
+        elements = [*value[:key], now, *value[key + 1 :]]
+        return tuple(elements) if kind is tuple else kind._make(elements)
+    if issubclass(kind, (list, dict)):
+        value[key] = now
+    else:
+        object.__setattr__(value, key, now)
+    return value
+
+
+pytree.register_pytree_node(
+    Joined,
+    lambda joined: ([joined.tree], joined.same),
+    lambda children, same: Joined(next(iter(children)), same),
+    flatten_with_keys_fn=lambda joined: (
+        [(pytree.SequenceKey(0), joined.tree)],
+        joined.same,
     ),
 )
 
@@ -331,9 +447,8 @@ def _counts(value: Any) -> bool:
 @lru_cache(maxsize=4096)
 def _is_transparent(kind: Any) -> bool:
     """Whether objects of this class consist of their attributes and items, and can be rebuilt from them."""
-    if issubclass(kind, (type, Tensor, enum.Enum, *_SYMBOLIC, *_STATEFUL)) or hasattr(
-        kind, "__del__"
-    ):
+    closed = (type, Tensor, enum.Enum, KeptObject, *_SYMBOLIC, *_STATEFUL)
+    if issubclass(kind, closed) or hasattr(kind, "__del__"):
         return False
     if kind in _BASES and kind is not SimpleNamespace:
         return False
@@ -388,9 +503,14 @@ def _slots(kind: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _inside(leaf: Any, depth: int = 4) -> Iterator[Any]:
+def is_stateful(value: Any) -> bool:
+    """Whether a value is a tensor, a module, an optimizer or a scheduler: in all places the same object."""
+    return is_a(value, (Tensor, *_STATEFUL))
+
+
+def objects_inside(leaf: Any, depth: int = 4) -> Iterator[Any]:
     """The objects that an object refers to: items, attributes, closure cells; not those of modules or globals."""
-    if is_a(leaf, (*_STATEFUL, type, *_ATOMS)) or depth == 0:
+    if is_a(leaf, (*_STATEFUL, KeptObject, type, *_ATOMS)) or depth == 0:
         return
     held = enclosed(leaf)
     if is_a(leaf, Mapping):
@@ -400,7 +520,7 @@ def _inside(leaf: Any, depth: int = 4) -> Iterator[Any]:
     for each in (*held, *attributes_of(leaf).values()):
         yield each
         if not is_a(each, Tensor):
-            yield from _inside(each, depth - 1)
+            yield from objects_inside(each, depth - 1)
 
 
 # -- paths -----------------------------------------------------------------------------------------
@@ -411,6 +531,9 @@ def _paths(spec: pytree.TreeSpec, above: tuple[Any, ...]) -> Iterator[tuple[Any,
         yield above
         return
     children = spec.children()
+    if spec.type is Joined:
+        yield from _paths(children[0], above)
+        return
     for key, child in zip(_keys_of(spec, len(children)), children, strict=True):
         yield from _paths(child, (*above, key))
 

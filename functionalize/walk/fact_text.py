@@ -41,6 +41,8 @@ MORE_ITEMS = ": append to it alone, and read it outside the step; a replay appen
 FEWER_ITEMS = ": take items outside the step, and pass the step what it needs as an argument"
 KEPT_OBJECT = ": keep one object, and assign to its attributes or items"
 NEXT_OUTSIDE = ": call `next()` outside the step, and pass the step what it gives as an argument"
+HELD_TOO = "that something else holds, too, where a replay would make another one"
+COMPUTED = ": compute it of what was there (`n + 1`), or keep it in an attribute of its own"
 WRITE_INTO = ": write into it (`with torch.no_grad(): tensor.copy_(new)`)"
 
 Path = tuple[Any, ...]  # (path of the holder, name there); () is the step itself

@@ -1,7 +1,8 @@
 """The places in Python that a step moves and a replay moves alike: numbers, tensors, bundles, lists that only grow.
 
 A bundle is a container of tensors that the step replaces as a whole: a tuple, a named tuple, a list, a dict, a
-dataclass, a `SimpleNamespace`. In it are tensors, plain values and such containers.
+dataclass, a `SimpleNamespace`. In it are tensors, plain values and such containers. Numbers in it that the step was
+seen to change are live, too.
 
     live = LivePlaces({held.place: held}, {id(losses): losses})
     live.kind_at(held, 4)      int: the number is no fact of the walk, its type is
@@ -14,26 +15,34 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import enum
 import sys
 import types
 import weakref
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Hashable, Iterator, Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from functionalize.scalars.live_scalars import left_behind
+from functionalize.scalars.live_scalars import is_live, left_behind
 from functionalize.util.by_class import by_class
-from functionalize.util.packages import is_users
-from functionalize.util.reading import is_a, table_of, values_of
+from functionalize.util.packages import is_users, is_users_class, is_users_function
+from functionalize.util.reading import elements_of, is_a, table_of, values_of
 from functionalize.util.structure import attributes_of
 from functionalize.util.tensor_wrappers import address_of
 from functionalize.util.text import with_article
 from functionalize.walk.fact_text import NUMBERS, PLAIN
-from functionalize.walk.parts import CONTAINERS, Held, Visit, is_native, is_read_by_content
+from functionalize.walk.parts import (
+    CONTAINERS,
+    Held,
+    Visit,
+    is_native,
+    is_read_by_content,
+    slot_names,
+)
 from functionalize.walk.unread import is_observable
 
 LIVE_NUMBERS = frozenset({int, float})  # not bool, and no subclass
@@ -42,30 +51,56 @@ _TABLES = frozenset({dict, OrderedDict, defaultdict, Counter})
 _NAMESPACES = frozenset({argparse.Namespace, types.SimpleNamespace})
 _KEYS = frozenset({str, int})  # of dicts that are made anew
 _MOST_NESTED = 8
+# Objects that stay the same object wherever they are, and others of which the content can change.
+_UNCHANGED = (
+    *(
+        Tensor,
+        nn.Module,
+        torch.optim.Optimizer,
+        torch.optim.lr_scheduler.LRScheduler,
+        type,
+        enum.Enum,
+    ),
+    *(
+        types.FunctionType,
+        types.MethodType,
+        types.BuiltinFunctionType,
+        types.ModuleType,
+        tuple,
+        frozenset,
+    ),
+)
+_CHANGED = (list, dict, set, deque, bytearray)
 _ABSENT = object()
 _NO_KEYS: frozenset[Any] = frozenset()
+Keys = tuple[Any, ...]  # that lead from a container to something in it
 
 
 class LivePlaces:
     """values: places of numbers and tensors, by `Held.place`. lists: lists that code only appends to, by id.
 
+    numbers: for places of bundles, by `Held.place`: the keys that lead to each number or flag in them that moves.
     Never changed. It keeps the containers alive, so that their ids are not reused.
     """
 
-    __slots__ = ("_keys", "lists", "values")
+    __slots__ = ("_keys", "lists", "numbers", "values")
 
     def __init__(
         self,
         values: Mapping[Any, Held] = MappingProxyType({}),
         lists: Mapping[int, list[Any]] = MappingProxyType({}),
+        numbers: Mapping[Any, frozenset[Keys]] = MappingProxyType({}),
     ) -> None:
-        self.values, self.lists = values, lists
+        self.values, self.lists, self.numbers = values, lists, numbers
         self._keys: dict[int, frozenset[Any]] = {}
         for holder, key in values:
             self._keys[holder] = self._keys.get(holder, _NO_KEYS) | {key}
 
     def __or__(self, other: LivePlaces) -> LivePlaces:
-        return LivePlaces({**self.values, **other.values}, {**self.lists, **other.lists})
+        numbers = dict(self.numbers)
+        for place, each in other.numbers.items():
+            numbers[place] = numbers.get(place, _NO_KEYS) | each
+        return LivePlaces({**self.values, **other.values}, {**self.lists, **other.lists}, numbers)
 
     def __and__(self, other: LivePlaces) -> LivePlaces:
         """The places of values that are in both."""
@@ -99,7 +134,19 @@ class LivePlaces:
         """The type of the number at a live place; None for any other place or value."""
         if not self.values or place is None or type(value) not in _MOVED:
             return None
+        if type(place.container) is Held:
+            return type(value) if self._is_number_inside(place) else None
         return type(value) if place.place in self.values else None
+
+    def _is_number_inside(self, place: Held) -> bool:
+        keys: Keys = ()
+        while type(place.container) is Held:
+            keys, place = (place.key, *keys), place.container
+        return keys in self.numbers_at(place)
+
+    def numbers_at(self, place: Held) -> frozenset[Keys]:
+        """The keys that lead to each number or flag that moves in the bundle at a place."""
+        return self.numbers.get(place.place, _NO_KEYS) if self.numbers else _NO_KEYS
 
     def keys_of(self, container: Any) -> frozenset[Any]:
         """The keys of the live places in a container."""
@@ -111,7 +158,7 @@ NO_PLACES = LivePlaces()
 
 def is_writable(place: Held | None) -> bool:
     """Whether `put` can write to a place as the step does, without code of the user."""
-    if place is None:
+    if place is None or is_a(place.container, Held):  # a part of what is replaced as a whole
         return False
     kind = type(place.container)
     if kind is types.CellType or kind in _TABLES or kind is list or kind is type:
@@ -153,31 +200,55 @@ def may_live(value: Any) -> bool:
     return type(value) in _MOVED or issubclass(type(value), Tensor) or is_bundle(value)
 
 
-def structure_of(value: Any) -> Hashable:
+def structure_of(value: Any, numbers: frozenset[Keys] = _NO_KEYS) -> Hashable:
     """What a replay does not move of a value: the type, and of a container the keys and the structures of its elements.
 
     Of what else a container holds beside tensors: the value of a number or a text, and which object another one is.
+    numbers: the keys of live numbers and flags, of which only the type counts.
     """
-    return _structure(value, _MOST_NESTED)
-
-
-def _structure(value: Any, depth: int) -> Hashable:
     kind = type(value)
-    if issubclass(kind, Tensor):
-        return cast(Hashable, kind)
-    found = elements_in(value) if depth else None
+    found = None if issubclass(kind, Tensor) else elements_in(value)
     if found is None:
         return cast(Hashable, kind)
-    return kind, tuple((key, _structure_inside(each, depth - 1)) for key, each in found)
+    return _Structures(numbers).of(kind, found, (), _MOST_NESTED)
 
 
-def _structure_inside(value: Any, depth: int) -> Hashable:
-    kind = type(value)
-    if kind in PLAIN:
-        return kind, repr(value)
-    if issubclass(kind, Tensor) or elements_in(value) is not None:
-        return _structure(value, depth)
-    return kind, id(value)
+class _Structures(NamedTuple):
+    numbers: frozenset[Keys]
+
+    def of(self, kind: type, found: list[tuple[Any, Any]], keys: Keys, depth: int) -> Hashable:
+        """The structure of a container with these elements."""
+        parts = ((key, self._inside(each, (*keys, key), depth - 1)) for key, each in found)
+        return kind, tuple(parts)
+
+    def _inside(self, value: Any, keys: Keys, depth: int) -> Hashable:
+        kind = type(value)
+        if kind in PLAIN:
+            return cast(Hashable, kind) if keys in self.numbers else (kind, repr(value))
+        if keys in self.numbers and is_live(value):
+            return cast(Hashable, value.node.kind)
+        found = None if issubclass(kind, Tensor) else elements_in(value)
+        if found is not None and depth:
+            return self.of(kind, found, keys, depth)
+        return (
+            cast(Hashable, kind)
+            if found is not None or issubclass(kind, Tensor)
+            else (kind, id(value))
+        )
+
+
+def numbers_between(was: Any, now: Any, keys: Keys = ()) -> Iterator[Keys]:
+    """The keys that lead to each number or flag in which two structures differ, of one type in both."""
+    if was == now or not (type(was) is type(now) is tuple and was[0] is now[0]):
+        return
+    kind, inner = was
+    if kind in _MOVED:
+        yield keys
+    elif type(inner) is tuple:
+        after = dict(now[1])
+        for key, before in inner:
+            if key in after:
+                yield from numbers_between(before, after[key], (*keys, key))
 
 
 def difference_in(name: str, was: Any, now: Any) -> tuple[str, str, str]:
@@ -235,7 +306,7 @@ def _leaves_of(elements: list[tuple[Any, Any]], depth: int) -> list[bool] | None
             return None
         if issubclass(type(each), Tensor):
             found.append(True)
-        elif type(each) in NUMBERS:
+        elif type(each) in NUMBERS or is_live(each):
             found.append(False)
         else:
             inner = elements_in(each) if depth else None
@@ -244,6 +315,13 @@ def _leaves_of(elements: list[tuple[Any, Any]], depth: int) -> list[bool] | None
                 return None
             found += leaves
     return found
+
+
+def part_at(value: Any, keys: Keys) -> Any:
+    """What keys lead to in a container; an object that is nothing else if they lead nowhere."""
+    for key in keys:
+        value = content(Held(value, key))
+    return value
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -269,31 +347,72 @@ def changeable_in(value: Any) -> Iterator[Any]:
         yield from changeable_in(each)
 
 
-def is_alone(place: Held) -> bool:
-    """Whether nothing but its place holds a container, nor the containers in it, so that a replay may make others.
+def can_change(value: Any) -> bool:
+    """Whether code may change the content of an object: not that of a number, a tensor, a module, a function."""
+    kind = type(value)
+    if kind in PLAIN or issubclass(kind, _UNCHANGED) or is_live(value):
+        return False
+    is_array = (kind.__module__, kind.__name__) == ("numpy", "ndarray")
+    if is_array or issubclass(kind, _CHANGED):
+        return True
+    return table_of(value) is not None or bool(slot_names(kind))
 
-    Tuples do not count: nobody can change one.
+
+def held_elsewhere(values: Iterable[Any], kept: Container[int] = ()) -> tuple[set[int], set[int]]:
+    """The ids of the objects in these values that can be changed: those that anything else holds, too, and the others.
+
+    values: what some places hold, each of which counts as one reference. kept: ids of objects into which not to look.
     """
-    value = content(place)
-    is_shared = not issubclass(type(value), tuple) and sys.getrefcount(value) > _REFERENCES
-    is_container = elements_in(value) is not None
-    return not (is_container and is_shared) and all(
-        count <= _REFERENCES_INSIDE for count in _references_inside(value)
-    )
+    found = _counted(values, kept)
+    shared = {at for at, each in found.items() if _references(each) > each[1] + _OWN_REFERENCES}
+    return shared, {at for at, each in found.items() if each[0] is not None} - shared
 
 
-def _references_inside(value: Any) -> Iterator[int]:
-    """How many references there are to each container in a container, tuples apart."""
-    for _, each in elements_in(value) or ():
-        if elements_in(each) is not None:
-            if not issubclass(type(each), tuple):
-                yield sys.getrefcount(each)
-            yield from _references_inside(each)
+def _counted(values: Iterable[Any], kept: Container[int] = ()) -> dict[int, list[Any]]:
+    """By id, each object in these values, with the number of references to it that are found."""
+    found: dict[int, list[Any]] = {}
+    for value in values:
+        _count(value, found, kept)
+    return found
 
 
-def _references(place: Held) -> int:
-    value = content(place)
-    return sys.getrefcount(value)
+def _count(value: Any, found: dict[int, list[Any]], kept: Container[int]) -> None:
+    """Count the references to each object in a value. Tuples do not count: nobody can change one."""
+    elements: Iterable[tuple[Any, Any]] | None = () if id(value) in kept else elements_in(value)
+    if elements is None:
+        if not can_change(value):
+            return
+        elements = _items_of(value)
+    known = found.get(id(value))
+    if known is not None:
+        known[1] += 1
+        return
+    # Of a tuple that is found twice, what it holds is counted once.
+    found[id(value)] = [value if not issubclass(type(value), tuple) else None, 1]
+    for _, each in elements:
+        _count(each, found, kept)
+
+
+def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    """The items of a container of another type than `elements_in` knows."""
+    if issubclass(type(value), dict):
+        return list(dict.items(value))
+    return list(enumerate(elements_of(value))) if issubclass(type(value), (list, deque)) else ()
+
+
+def _references(counted: list[Any]) -> int:
+    return 0 if counted[0] is None else sys.getrefcount(counted[0])
+
+
+def is_alone(place: Held) -> bool:
+    """Whether nothing but its place holds a container, nor the containers in it, so that a replay may make others."""
+    return not held_elsewhere(contents([place]))[0]
+
+
+def contents(places: Iterable[Held]) -> Iterator[Any]:
+    """What each place holds now, of which the iterator keeps nothing."""
+    for place in places:
+        yield content(place)
 
 
 @by_class
@@ -333,11 +452,14 @@ def _fields_of(value: Any) -> list[tuple[str, Any]] | None:
 class Bundle:
     """A bundle that was at a place, without keeping its tensors alive."""
 
-    __slots__ = ("_id", "addresses", "is_fixed", "structure", "tensors")
+    __slots__ = (*("_id", "_live", "addresses", "hints", "is_fixed", "structure", "tensors"),)
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, numbers: frozenset[Keys] = _NO_KEYS) -> None:
+        """numbers: the keys of live numbers in it, of which only the type counts."""
         tensors = tensors_in(value)
-        self._id, self.structure = id(value), structure_of(value)
+        self._id, self._live = id(value), numbers
+        self.structure = structure_of(value, numbers)
+        self.hints = {keys: left_behind(part_at(value, keys)) for keys in numbers}
         self.is_fixed = next(changeable_in(value), None) is None
         self.tensors = list(map(weakref.ref, tensors))
         self.addresses = list(map(address_of, tensors))
@@ -348,7 +470,9 @@ class Bundle:
 
     def is_same(self, value: Any) -> bool:
         """Whether the very container is there still, with the same content."""
-        if not self.is_at(value) or not is_bundle(value) or structure_of(value) != self.structure:
+        if not self.is_at(value) or not is_bundle(value):
+            return False
+        if structure_of(value, self._live) != self.structure:
             return False
         return all(was() is now for was, now in zip(self.tensors, tensors_in(value), strict=True))
 
@@ -381,8 +505,9 @@ def is_of_user(holder: Any) -> bool:
         return is_users(holder.__name__.partition(".")[0])
     if kind in _NAMESPACES:
         return True
-    named = holder if kind is types.FunctionType or issubclass(kind, type) else kind
-    return is_users(named.__module__)
+    if kind is types.FunctionType:
+        return is_users_function(holder)
+    return is_users_class(holder if issubclass(kind, type) else kind)
 
 
 def names_lists(holder: Any) -> bool:
@@ -429,6 +554,10 @@ def content_of(value: Any) -> Any:
     return Bundle(value) if is_bundle(value) else left_behind(value)
 
 
-# To what only its place, or its container, holds: variables count here, and not in every Python.
-_REFERENCES = _references(Held([[]], 0))
-_REFERENCES_INSIDE = next(_references_inside([[]]))
+def _own_references() -> int:
+    holder: list[Any] = [[]]
+    (counted,) = _counted(contents([Held(holder, 0)])).values()
+    return _references(counted) - 1
+
+
+_OWN_REFERENCES = _own_references()  # those of the count itself, not in every Python the same

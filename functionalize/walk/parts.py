@@ -70,7 +70,7 @@ from functionalize.util.by_class import by_class
 from functionalize.util.bytecode import read
 from functionalize.util.code_objects import is_generated
 from functionalize.util.own_values import OWN_VALUES
-from functionalize.util.packages import is_standard, is_users
+from functionalize.util.packages import is_standard, is_users, is_users_class, is_users_function
 from functionalize.util.process_groups import group_name, is_group
 from functionalize.util.reading import is_a, item_of, table_of
 from functionalize.util.tensor_wrappers import is_no_wrapper
@@ -306,11 +306,11 @@ def _content_of(kind: type) -> Look:
         return _thread_handle
     if f"{kind.__module__}.{kind.__name__}" in _STATELESS:
         return _callable_or_kind
-    if package in _OURS:
+    if package in _OURS and not is_users_class(kind):
         return _of_torch
     if kind.__name__ == "cython_function_or_method":
         return _builtin
-    if is_users(kind.__module__):
+    if is_users_class(kind):
         return users
     return _iterator if issubclass(kind, Iterator) else library
 
@@ -578,8 +578,8 @@ _RECORDS = ("pybind11_", "PyCapsule")  # what a function of C++ is bound to
 
 
 def _function(fn: types.FunctionType, names: NameFilter) -> Parts:
-    code, users = fn.__code__, is_users(fn.__module__)
-    of_torch = (fn.__module__ or "").partition(".")[0] in _OURS
+    code, users = fn.__code__, is_users_function(fn)
+    of_torch = not users and (fn.__module__ or "").partition(".")[0] in _OURS
     held: list[Part] = []
     if users:
         every = names.is_dynamic and reads_any_global(code)
@@ -656,11 +656,11 @@ def _descriptor(value: Any, names: NameFilter) -> Parts:
 
 def _class(kind: type, names: NameFilter) -> Parts:
     held = class_parts(kind, names, constructed=True)
-    if is_users(type(kind).__module__):
+    if is_users_class(type(kind)):
         held += class_parts(type(kind), names)
-    if isinstance(kind, abc.ABCMeta) and is_users(kind.__module__):
+    if isinstance(kind, abc.ABCMeta) and is_users_class(kind):
         held.append(Part("registered", registered(kind)))
-    if "__subclasses__" in names.names and is_users(kind.__module__):
+    if "__subclasses__" in names.names and is_users_class(kind):
         held.append(Part("subclasses", subclasses(kind)))
     return Parts(kind, held)
 
@@ -671,10 +671,13 @@ def subclasses(kind: type) -> tuple[type, ...]:
 
 
 def _cached(value: Any, names: NameFilter) -> Parts:
-    """A function under `functools.cache`; of a function of the user, what it has cached."""
+    """A function under `functools.cache`, its counts if code asks for them; of the user's, what it has cached."""
     held = [Part("__wrapped__", value.__wrapped__), *_own_attributes(value, names)]
+    fact: Any = "cached"
+    if "cache_info" in names.names:
+        fact = "cached", tuple(value.cache_info())
     if not is_users(value.__module__):
-        return Parts("cached", held)
+        return Parts(fact, held)
     found = gc.get_referents(value)[1:]  # keys and results in their order, the table, the function
     *entries, table = found[: [each is value.__wrapped__ for each in found].index(True)]
     kinds = {type(each).__name__ for each in table.values()}
@@ -683,7 +686,7 @@ def _cached(value: Any, names: NameFilter) -> Parts:
         held += [Part(f"cached {i}", each) for i, each in enumerate(entries)]
     else:
         held.append(Part("cached", table))
-    return Parts("cached", held, is_loose=True)
+    return Parts(fact, held, is_loose=True)
 
 
 def registered(kind: abc.ABCMeta) -> tuple[Any, ...]:
@@ -698,7 +701,7 @@ def class_parts(kind: type, names: NameFilter, constructed: bool = False) -> lis
     constructed: whether code of the step may make an instance. Special methods, and methods that override one of a
     library's class, are called by others than the step.
     """
-    own = [base for base in kind.__mro__ if is_users(base.__module__)]
+    own = [base for base in kind.__mro__ if is_users_class(base)]
     inherited = (
         {k for base in kind.__mro__ if base not in own for k in vars(base)} if own else set()
     )
@@ -707,7 +710,7 @@ def class_parts(kind: type, names: NameFilter, constructed: bool = False) -> lis
         for base in kind.__mro__
         if is_patchable(base)
         for key, value in list(vars(base).items())
-        if type(value) is types.FunctionType and is_users(value.__module__)
+        if type(value) is types.FunctionType and is_users_function(value)
     ]
     return replaced + [
         Part(key, value, key, Held(base, key))
@@ -724,7 +727,7 @@ def class_parts(kind: type, names: NameFilter, constructed: bool = False) -> lis
 
 def is_patchable(kind: type) -> bool:
     """Whether methods that a script replaces in this class of a library are looked for."""
-    return issubclass(kind, (nn.Module, torch.optim.Optimizer)) and not is_users(kind.__module__)
+    return issubclass(kind, (nn.Module, torch.optim.Optimizer)) and not is_users_class(kind)
 
 
 def _is_called_by_others(key: str, value: Any, names: NameFilter, inherited: set[str]) -> bool:
@@ -772,7 +775,7 @@ def _is_of_library(owner: Any) -> bool:
     kind = type(owner)
     if issubclass(kind, _ALL_COUNTS) or kind.__module__.partition(".")[0] in _OURS:
         return False
-    if any(is_users(base.__module__) for base in kind.__mro__):
+    if any(is_users_class(base) for base in kind.__mro__):
         return False
     plain = type.__getattribute__(kind, "__getattribute__") is object.__getattribute__
     return plain and isinstance(getattr(owner, "__dict__", None), dict)
@@ -845,7 +848,7 @@ _BY_TEXT = frozenset({"finfo", "iinfo", "Tag", "qscheme", "ReduceOp", "Placement
 def _own_attributes(value: Any, names: NameFilter) -> list[Part]:
     """The attributes of an object, with those in slots: of an object of the user, those that code names."""
     kind, table = type(value), table_of(value) or {}
-    every, observed = not is_users(kind.__module__), names.observed_of(table)
+    every, observed = not is_users_class(kind), names.observed_of(table)
     if not every and (base := _of_bases(kind, names)) is not None:
         names, every = base, base.is_dynamic
     read, all_read = (names, every) if observed is None else (observed, False)
@@ -901,7 +904,7 @@ def _of_content(kind: type) -> frozenset[str]:
     assigned = frozenset(
         step.value
         for base in kind.__mro__
-        if not is_users(base.__module__)
+        if not is_users_class(base)
         for method in vars(base).values()
         if isinstance(method, types.FunctionType)
         if isinstance(wrapped := inspect.unwrap(method), types.FunctionType)
@@ -927,7 +930,7 @@ def _of_bases(kind: type, names: NameFilter) -> NameFilter | None:
     bases = [
         base
         for base in kind.__mro__
-        if not is_users(base.__module__) and base.__module__ not in _PLAIN_BASES
+        if not is_users_class(base) and base.__module__ not in _PLAIN_BASES
     ]
     is_kept = issubclass(kind, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor))
     found = names_of_methods(bases, names) if bases and not is_kept else None
@@ -1060,7 +1063,7 @@ def attributes_of_tensor(tensor: Any, table: dict[str, Any], names: NameFilter) 
     """
     kind: Any = type(tensor)
     is_plain = kind in (torch.Tensor, torch.nn.Parameter) or is_dtensor_class(kind)
-    own = is_users(kind.__module__)
+    own = is_users_class(kind)
     return [
         attribute(table, key)
         for key in (names.of(table) if table else ())

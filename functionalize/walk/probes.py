@@ -30,12 +30,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from functionalize._compat.fast_guards import ChangeCount, table_of_class
-from functionalize.util.packages import is_users
+from functionalize.util.packages import is_users_class, is_users_function
 from functionalize.util.reading import item_of, table_of, values_of
 from functionalize.util.unchanged import Unchanged
 from functionalize.walk.code_names import NameFilter
 from functionalize.walk.fact_text import PLAIN
-from functionalize.walk.live_places import NO_PLACES, LivePlaces, may_live, structure_of
+from functionalize.walk.live_places import NO_PLACES, Keys, LivePlaces, may_live, structure_of
 from functionalize.walk.parts import (
     WHOLE_METHOD,
     Held,
@@ -130,6 +130,8 @@ class Probes:
                     self.add_value(partial(sys.modules.get, part.key))
             for table in filter(None, (vars(value), value.__kwdefaults__)):
                 self.add_table(table)
+            if not vars(value) and is_users_function(value):  # it may get its first attribute
+                self._empty.append(vars(value))
         elif kind is list:
             self.add_list(value)
         elif kind is dict:
@@ -187,7 +189,8 @@ class Probes:
             return
         live = {p.key for p in parts if type(self._token(p.value, p.place)) is _LiveKind}
         for key in live:
-            self.add_value(partial(_kind_in, table, key))
+            numbers = self._live.numbers_at(Held(table, key))
+            self.add_value(partial(_kind_in, table, key, numbers))
         keys = tuple(dict.fromkeys(part.key for part in parts if part.key not in live))
         read = itemgetter(*keys) if len(keys) > 1 else lambda table: tuple(table[k] for k in keys)
         self._namespaces.append((table, len(table), read, read(table)))
@@ -214,7 +217,7 @@ class Probes:
 
     def add_class_parts(self, kind: type, parts: Sequence[Part]) -> None:
         """A class, of which code reads these attributes."""
-        if is_users(kind.__module__):
+        if is_users_class(kind):
             self.add_attribute(kind, "__mro__")
             if issubclass(type(kind), abc.ABCMeta):
                 self.add_value(partial(registered, cast(abc.ABCMeta, kind)))
@@ -223,7 +226,7 @@ class Probes:
         for base in kind.__mro__:
             if is_patchable(base):
                 self.add_class(base)
-            elif is_users(base.__module__):
+            elif is_users_class(base):
                 own = [p for p in parts if p.place is not None and p.place.container is base]
                 self.add_names(vars(base), own)
 
@@ -243,7 +246,8 @@ class Probes:
     def _token(self, value: Any, place: Held | None = None) -> Any:
         live = self._live.values
         if live and place is not None and may_live(value) and place.place in live:
-            return _LiveKind(structure_of(value))
+            numbers = self._live.numbers_at(place)
+            return _LiveKind(structure_of(value, numbers), numbers)
         return _TensorRef(value) if issubclass(type(value), Tensor) else value
 
     def add_optimizer(self, optimizer: Optimizer, read: Callable[[Optimizer], Any]) -> None:
@@ -325,7 +329,7 @@ class Probes:
             if _content(cell) is Probes:  # empty
                 facts.read(partial(_content, cell))
             elif type(token) is _LiveKind:
-                facts.read(partial(_kind_of, cell))
+                facts.read(partial(_kind_of, cell, token.numbers))
             else:
                 facts.attribute(cell, "cell_contents")
         for fn, *_ in self._functions:
@@ -408,19 +412,20 @@ class _TensorRef(weakref.ref[Tensor]):
 
 @dataclass(frozen=True, slots=True)
 class _LiveKind:
-    """Stands for the content of a live place. kind: its type, of a tuple its structure."""
+    """Stands for the content of a live place. kind: its type, of a bundle its structure, but for these numbers."""
 
     kind: Hashable
+    numbers: frozenset[Keys]
 
 
 def _is(token: Any, value: Any) -> bool:
     if type(token) is _LiveKind:
-        return token.kind == structure_of(value)
+        return token.kind == structure_of(value, token.numbers)
     return token is value or (type(token) is _TensorRef and token() is value)
 
 
-def _kind_in(table: Mapping[str, Any], key: str) -> Hashable:
-    return structure_of(table.get(key))
+def _kind_in(table: Mapping[str, Any], key: str, numbers: frozenset[Keys]) -> Hashable:
+    return structure_of(table.get(key), numbers)
 
 
 def _objects(leaves: Sequence[Any]) -> list[Any]:
@@ -429,8 +434,8 @@ def _objects(leaves: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _kind_of(cell: types.CellType) -> Hashable:
-    return structure_of(_content(cell))
+def _kind_of(cell: types.CellType, numbers: frozenset[Keys]) -> Hashable:
+    return structure_of(_content(cell), numbers)
 
 
 def _content(cell: types.CellType) -> Any:

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from functionalize._compat.autograd import (
 from functionalize._compat.modules import without_reports
 from functionalize.scalars.live_scalars import is_live
 from functionalize.util.own_values import OWN_VALUES
-from functionalize.util.packages import is_users
+from functionalize.util.packages import is_users_function
 from functionalize.util.reading import elements_of, item_of, items_of, size_of, table_of, values_of
 from functionalize.util.text import with_article
 from functionalize.walk.code_names import NameFilter
@@ -50,6 +50,8 @@ from functionalize.walk.live_places import (
     LIVE_NUMBERS,
     NO_PLACES,
     LivePlaces,
+    can_change,
+    content,
     content_of,
     elements_in,
     may_live,
@@ -79,6 +81,9 @@ _MAX_OBJECTS = 20_000  # a bound on the search for tensors in attributes that no
 _MAX_FACTS = 200_000  # more are too many to compare at every call
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), OWN_VALUES}) - {"training"}
 _OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults"})
+_OF_STATES = frozenset(
+    {"state", "state_dict", "step"}
+)  # by which code reads the states of an optimizer
 _FSDP_ATTRIBUTE = "__composable_api_"  # FSDP2's state: fsdp/python_state.py
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GUARDED = frozenset({Tensor, nn.Parameter, *NUMBERS})  # by `ModuleGuard` and by sources
@@ -198,6 +203,7 @@ class PythonState:
     late: modules and optimizers that only attributes that no code names lead to; a replay's walk starts there too.
     live: places whose contents are no facts. slots: path, place, content (of tensors weakly) of those that may be.
     lists: path, place and list of those that code of the step finds by a name.
+    holders: by id, the objects that determine ops and can be changed, each with its place.
     movers: path -> object and place, of each whose state is read only by changing it.
     shared: ids of objects that more than one path leads to. owners: id of a path -> type of the object there.
     """
@@ -227,6 +233,7 @@ class PythonState:
         self.slots: list[tuple[Path, Held, Any]] = []
         self.lists: list[tuple[Path, Held, list[Any]]] = []
         self.shared: set[int] = set()
+        self.holders: dict[int, tuple[Held, Any]] = {}
         self.movers: dict[Path, tuple[Any, Held | None]] = {}
         self.owners: dict[int, type] = {}
         self.probes = Probes(names, live)
@@ -234,6 +241,7 @@ class PythonState:
             self.probes.give_up()
         self._seen_moving: dict[int, Path] = {}
         self._live_tensors: set[int] = set()  # ids of the tensors at live places
+        self._containers: dict[int, Held] = {}  # by id, where containers were found first
         self._searched: set[int] = set()  # ids of objects that were visited and determine no ops
         self._of_modules: set[int] = set()  # ids of lists and tuples that are attributes of modules
         # In this order: facts, objects that determine no ops, parts of what is read only by changing it.
@@ -306,6 +314,8 @@ class PythonState:
         place = visit.place if self.live.values and issubclass(kind, Tensor) else None
         if place is not None and self.live.has(place):
             self._live_tensors.add(id(value))
+        if self.live.values and visit.place is not None and elements_in(value) is not None:
+            self._note_container(value, visit.place, id(value) in seen)
         if id(value) in seen:
             self.shared.add(id(value))
             if id(value) in self._live_tensors:  # other tensors may come there, and not alike
@@ -320,10 +330,13 @@ class PythonState:
         self._alive.append(value)
         if issubclass(kind, _KEPT):  # `isinstance` may call the user's `__getattribute__`
             return self._keep(visit, value)
-        if kind is types.FunctionType and visit.is_fact and is_users(value.__module__):
+        if kind is types.FunctionType and visit.is_fact and is_users_function(value):
             self.roots.functions.append(value)
             if not self._is_replay:
                 self.names.add(value.__code__)
+        is_held = visit.place is not None and visit.is_fact and not self._is_replay
+        if is_held and not self.hooks_run_outside and can_change(value):
+            self.holders[id(value)] = cast(Held, visit.place), value
         parts = parts_of(value, self.names)
         for part in parts.still:
             still = Visit(visit.path, visit.name, None, is_fact=visit.is_fact, is_loose=True)
@@ -356,6 +369,16 @@ class PythonState:
         for part in parts.held:
             self._push(visit, part, parts.is_loose)
         return None
+
+    def _note_container(self, value: Any, place: Held, is_again: bool) -> None:
+        """A container of which the step may put others in some of its places: they hold one object still."""
+        first = self._containers.setdefault(id(value), place)
+        if not is_again or not (self.live.has(place) or self.live.has(first)):
+            return
+        if first is place:  # it was found at no place before
+            self.probes.give_up()
+        else:
+            self.probes.add_value(partial(_is_one_object, place, first))
 
     def _is_in_bundle(self, visit: Visit) -> bool:
         """Whether an object is a bundle that the step replaces as a whole, or a container in one."""
@@ -412,7 +435,7 @@ class PythonState:
 
     def forget_slots(self) -> None:
         """Release what only a recording needs."""
-        self.slots, self.lists, self.owners, self.movers = [], [], {}, {}
+        self.slots, self.lists, self.owners, self.movers, self.holders = [], [], {}, {}, {}
 
     def _note_slot(self, holder: Visit, visit: Visit) -> None:
         """Note a place whose content a replay may be able to move."""
@@ -584,6 +607,11 @@ class PythonState:
                 self._hooks_of(visit, f"{g}.{i}.hooks", parameter)
         self.probes.add_attribute(optimizer, "__dict__")
         self.probes.add_table(vars(optimizer))
+        reads_state = self.names.is_dynamic or not _OF_STATES.isdisjoint(self.names.names)
+        if (
+            self.hooks_run_outside and not reads_state
+        ):  # what steps it is no part of a captured forward
+            return
         self.probes.add_optimizer(optimizer, partial(state_numbers, live=self.live))
         for key, fact in state_numbers(optimizer, self.live):
             self._note(Visit(((visit.path, "state"), key), "", None), fact)
@@ -606,6 +634,10 @@ class PythonState:
         for key in keys:
             part = Part(key, state[key], f"+.{key}", Held(state, key))
             self._push(holder, part)
+
+
+def _is_one_object(place: Held, other: Held) -> bool:
+    return content(place) is content(other)
 
 
 def _hooks_of_node(leaf: weakref.ref[Tensor]) -> list[dict[Any, Any]]:

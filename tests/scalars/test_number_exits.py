@@ -44,6 +44,7 @@ EXITS = {
         "calls/schedulers.py": "an attribute of a scheduler, whose reads give the number of the recording",
         "lengths/observed_sizes.py": "a size, whose formula is noted beside it",
         "state/moving_state.py": "places of numbers after the recording, which an effect assigns",
+        "state/carried_containers.py": "containers at such places",
         "walk/live_places.py": "the type of what a place holds",
     },
 }

@@ -20,14 +20,9 @@ from functionalize.recorder.recorder import Recorder
 pytestmark = pytest.mark.usefixtures("ample_allowance")
 
 
-class _Board:
-    """The walk looks at no attribute of a callable object of this package."""
-
-    def __call__(self) -> None: ...
-
-
-_Board.__module__ = "functionalize.board"
-BOARD: Any = _Board()
+# The walk looks at no attribute of a callable object of this package: one whose code is a library's, too.
+_CONTENT = {"__module__": "functionalize.board", "__call__": torch.nn.Module.__call__}
+BOARD: Any = type("_Board", (), _CONTENT)()
 _FULL = object()
 
 

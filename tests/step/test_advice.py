@@ -174,51 +174,41 @@ def _tensor(o: Owner, x: Tensor, given: Any) -> Any:
 
 def _counted(o: Owner, x: Tensor, given: Any) -> Any:
     loss = o.loss(x) * o.counted.a
+    o.counted = Counted(loss.detach().sigmoid(), 8 if o.counted.n == 7 else 7)
+    return loss
+
+
+def _counted_on(o: Owner, x: Tensor, given: Any) -> Any:
+    loss = o.loss(x) * o.counted.a
     o.counted = Counted(loss.detach().sigmoid(), o.counted.n + 1)
     return loss
 
 
-def _counted_apart(o: Owner, x: Tensor, given: Any) -> Any:
-    loss = o.loss(x) * o.counted.a
-    o.counted = Counted(loss.detach().sigmoid(), 0)
-    o.n += 1
+def _list_in_dict(o: Owner, x: Tensor, given: Any) -> Any:
+    loss = o.loss(x) * o.mixed["loss"]
+    log = [*o.mixed.get("log", ()), loss.detach()]
+    o.mixed = {"loss": loss.detach().sigmoid(), "log": log}
     return loss
 
 
-def _number_in_dict(o: Owner, x: Tensor, given: Any) -> Any:
-    loss = o.loss(x) * o.mixed["loss"]
-    o.mixed = {"loss": loss.detach().sigmoid(), "number": o.mixed["number"] + 1}
-    return loss, loss * o.mixed["number"]
-
-
-def _number_apart(o: Owner, x: Tensor, given: Any) -> Any:
+def _list_apart(o: Owner, x: Tensor, given: Any) -> Any:
     loss = o.loss(x) * o.mixed["loss"]
     o.mixed = {"loss": loss.detach().sigmoid()}
-    o.n += 1
-    return loss, loss * o.n
+    o.losses.append(loss.detach())
+    return loss
 
 
 def _kept_twice(o: Owner, x: Tensor, given: Any) -> Any:
     loss = o.loss(x) * o.carried[0]
     o.carried = [loss.detach().sigmoid(), o.carried[0] + 1]
-    return loss, o.carried
+    o.losses.append(o.carried)
+    return loss
 
 
 def _kept_apart(o: Owner, x: Tensor, given: Any) -> Any:
     loss = o.loss(x) * o.carried[0]
     o.carried = [loss.detach().sigmoid(), o.carried[0] + 1]
-    return loss, [*o.carried]
-
-
-def _one_list_in_two_places(o: Owner, x: Tensor, given: Any) -> Any:
-    loss = o.loss(x) * o.first[0] * o.second[0]
-    o.first = o.second = [loss.detach().sigmoid()]
-    return loss
-
-
-def _two_lists(o: Owner, x: Tensor, given: Any) -> Any:
-    loss = o.loss(x) * o.first[0] * o.second[0]
-    o.first, o.second = [loss.detach().sigmoid()], [loss.detach().sigmoid()]
+    o.losses.append([*o.carried])
     return loss
 
 
@@ -525,26 +515,20 @@ ROWS = (
     Row(
         _counted,
         r"`o\.counted\.n` is \d, was \d",
-        r"keep other things that change in attributes of their own",
-        _counted_apart,
+        r"compute it of what was there \(`n \+ 1`\)",
+        _counted_on,
     ),
     Row(
-        _number_in_dict,
-        r"`o\.mixed\.number` is \d, was \d",
+        _list_in_dict,
+        r"`o\.mixed\.log` is a list of \d, was a list of \d",
         r"keep other things that change in attributes of their own",
-        _number_apart,
+        _list_apart,
     ),
     Row(
         _kept_twice,
         r"leaves in `o\.carried` a list that something else holds, too",
         r"put a copy there \(`\[\*items\]`\), or a tuple",
         _kept_apart,
-    ),
-    Row(
-        _one_list_in_two_places,
-        r"leaves one list in `o\.first` and `o\.second`",
-        r"make one for each",
-        _two_lists,
     ),
     Row(
         _with_history,

@@ -57,6 +57,7 @@ _NONE = "no edit: "
 NO_ROW = {
     r"^\{\}, which a replay would not: \{\}$": _PART,
     r"^\{\} `\{\}` of \{\}, which a replay would not$": f"{_PART}: of progress bars",
+    r"^that something else holds, too, where a replay would make another one$": _PART,
     r"^\{\}, which a replay would not$": _PART,
     r"^a tensor that requires a gradient, which": _PART,
     r"^the step \{\}, \{\}: \{\}$": _PART,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import operator
 import weakref
@@ -777,3 +778,41 @@ def test_saved_values_are_freed_as_the_backward_goes(passes: Any) -> None:
     assert len(at_reads) == 6 and all(map(operator.le, at_reads, eager_alive()))
     assert set(range(1, saved)) <= set(counts)
     assert saved_alive(True, passes)[1][-1] == saved
+
+
+def test_optimizer_that_a_forward_only_reaches() -> None:
+    """What LBFGS counts between two forwards is no state of the forward: it was recorded anew at every call."""
+
+    class Fitter:
+        def __init__(self) -> None:
+            torch.manual_seed(0)
+            self.model = nn.Linear(3, 1)
+            self.optimizer = torch.optim.LBFGS(self.model.parameters(), max_iter=3)
+
+        def loss(self, x: Tensor) -> Tensor:
+            result: Tensor = self.model(x).square().mean()
+            return result
+
+    def fitted(capture: Any) -> Any:
+        fitter, found = Fitter(), []
+        forward = capture(fitter.loss)
+
+        def closure(x: Tensor) -> Tensor:
+            fitter.optimizer.zero_grad()
+            loss: Tensor = forward(x)
+            loss.backward()
+            found.append(loss.item())
+            return loss
+
+        for i in range(12):
+            x = torch.full((4, 3), 0.1 * i)
+            fitter.optimizer.step(functools.partial(closure, x))
+            found.extend(fitter.model.weight.flatten().tolist())
+        return found, forward
+
+    (expected, _), (found, forward) = (
+        fitted(lambda f: f),
+        fitted(lambda f: fz.capture(f, backward=True)),
+    )
+    assert found == expected
+    assert forward.stats.captures == 1 and forward.stats.replays > 20, forward.explain()
