@@ -36,7 +36,7 @@ from functionalize.ir.guards import Miss
 
 # Eager steps beyond the one that the call would have taken.
 RECORDING = 5.0
-BUILDING = 3.0  # a program of a recording, and its code at the first replay
+BUILDING = 2.5  # a program of a recording, and its code at the first replay
 PASSES, PASS = 4.0, 0.8  # the metadata of a program, a copy and `verify`; one pass over it
 SIZES = 2  # at which the passes of a class of lengths run
 AUDIT = 7.0

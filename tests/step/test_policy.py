@@ -36,8 +36,8 @@ def test_a_ledger_pays_from_its_allowance_then_from_calls_and_replays() -> None:
     while ledger.can_pay(RECORDING + BUILDING):
         ledger.pay(RECORDING + BUILDING)
         recordings += 1
-    assert recordings == 3
-    for _ in range(39):
+    assert recordings == 4
+    for _ in range(149):
         ledger.call()
     assert not ledger.can_pay(RECORDING + BUILDING)
     ledger.call()
