@@ -145,7 +145,7 @@ class RepeatDoor:
         self, recording: CallRecorder, frame: FrameType, original: Any, args: Any, keywords: Any
     ) -> Repeated | str | None:
         if not drops_result(frame):
-            return f"uses the result of {args[0]!r}, which a replay calls when the step is over,"
+            return f"uses the result of {args[0]!r} (call it without `fz.repeat` for that)"
         found = CallArguments.of(recording, frame, args[1:], keywords)
         if isinstance(found, str):
             return f"calls {args[0]!r} with {found}"
