@@ -27,17 +27,16 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar, overload
 
 from torch import Tensor
 
 from functionalize._compat.graphs import pytree
-from functionalize.calls.call_arguments import ArgumentForm, CallArguments
+from functionalize.calls.call_arguments import CallArguments
 from functionalize.calls.call_log import CallRecorder
 from functionalize.calls.doors import Door, Repeated
-from functionalize.ir.inputs import Call
+from functionalize.calls.progress import MethodCalled
 from functionalize.scalars.call_sites import TAKES_TEXT, drops_result
 
 P = ParamSpec("P")
@@ -123,21 +122,6 @@ def repeat(
 setattr(RepeatedFunction, TAKES_TEXT, True)
 
 
-@dataclass(frozen=True, slots=True)
-class FunctionRepeated:
-    """A call of such a function. original: what calls it."""
-
-    function: RepeatedFunction
-    original: Callable[..., Any]
-    form: ArgumentForm
-    what: str = WHAT
-
-    def repeat(self, call: Call, value: Any) -> None:
-        """Call it with the numbers and tensors of a replay."""
-        args, keywords = self.form.filled(value[1])
-        self.original(self.function, *args, **keywords)
-
-
 class RepeatDoor:
     """See `Door`."""
 
@@ -152,7 +136,7 @@ class RepeatDoor:
         plain, others = found.plain
         passed = [leaf for leaf in pytree.tree_leaves((plain, others)) if isinstance(leaf, Tensor)]
         recording.calls.begin_apart(passed)
-        effect = FunctionRepeated(args[0], original, found.form)
+        effect = MethodCalled(WHAT, args[0], original, found.form)
         return Repeated(
             effect, CallArguments(found.form, found.values, ((args[0], *plain), others))
         )

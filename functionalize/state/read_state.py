@@ -9,7 +9,7 @@ Only for recordings: it walks all objects that the code of the step can read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ class ReadState:
             return "it draws random numbers, or moves an iterator or a file that the step reads"
         return None
 
-    def _changes(self, later: ReadState) -> Any:
+    def _changes(self, later: ReadState) -> Iterator[str]:
         was, now = self.walk, later.walk
         if was.paths != now.paths:
             common = zip(was.paths, now.paths, strict=False)
