@@ -33,6 +33,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -90,7 +91,8 @@ def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]
     for name in (*OF_MATH, *DECISIONS):
         yield math, name, for_live(getattr(math, name))
     if sys.version_info >= (3, 12):
-        yield builtins, "sum", live_sum
+        if isinstance(builtins.sum, BuiltinFunctionType):  # not what a script has put into its place
+            yield builtins, "sum", live_sum
         for owner in (math, statistics):
             yield owner, "sumprod", _of_plain_elements(owner.sumprod)
     made = _batch_norm(recorders, torch.batch_norm)

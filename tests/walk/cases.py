@@ -303,6 +303,11 @@ READ: dict[str, Case] = {
         lambda v: float(sum([1.0, 2.0])),
         lambda v: setattr(builtins, "sum", lambda values: 7.0),
     ),
+    "a builtin that is wrapped": (
+        lambda: 0.7,
+        lambda v: sum([v, 0.1, 0.2, 0.3]),
+        lambda v: [setattr(builtins, "sum", lambda values: SUM(values) * 2), 0.9][1],
+    ),
     "a new builtin": (
         lambda: setattr(builtins, "FZ_SCALE", 1.0),
         lambda v: FZ_SCALE,  # type: ignore[name-defined]  # noqa: F821
