@@ -69,7 +69,7 @@ from functionalize.functions.input_epilogue import (
 from functionalize.ir.epilogue import window
 from functionalize.ir.ops import OpRecord, TensorRef
 from functionalize.recorder.op_kinds import is_composite, is_data_free, is_metadata, tensors_in
-from functionalize.recorder.patches import PATCHES, SIZE_PATCHES
+from functionalize.recorder.patches import ENGINE, GROUPS, SIZES
 from functionalize.util.tensor_wrappers import plain_tensors, plain_tensors_by_path
 from functionalize.util.user_stack import located
 
@@ -106,7 +106,7 @@ class Substitution(TorchDispatchMode):
             outermost = not self._undo  # otherwise the handler below re-enters its own mode
             for name, tensor in self._inputs() if outermost else ():
                 self._bring_in(name, tensor)
-            for patches in (PATCHES, SIZE_PATCHES) if outermost else ():
+            for patches in (ENGINE, GROUPS, SIZES) if outermost else ():
                 patches.install()
                 undo.callback(patches.remove)
             super().__enter__()

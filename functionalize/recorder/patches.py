@@ -22,7 +22,9 @@
     torch.UntypedStorage.size        the size that the function has set
 
 A replacement calls the original unless the current thread's stack of dispatch modes has a watcher: a mode with a method
-`resize_storage`. Captures that run at the same time share the replacements; the last one removes them.
+`resize_storage`. Captures that run at the same time share the replacements; the last one removes them. They come in
+groups, of which a watcher installs those that it needs: `fz.trace`, which runs a function on fakes once, sees neither
+effects nor live numbers, and no collectives where there are no process groups.
 
 Refusals: `torch.seed()`, which a replay cannot repeat, and `initial_seed()`, which returns a number to Python that no
 guard checks (`Checks.check_generators` detects generators set by other means: `torch.default_generator.set_state`);
@@ -125,6 +127,7 @@ class Watcher(TorchDispatchMode):
         self.formulas = EagerFormulas()
         self.steps_optimizers = False
         self._entered = 0
+        self._installed = ExitStack()
         self._covered: list[Watcher] = []
 
     def start(self) -> None:
@@ -169,9 +172,10 @@ class Watcher(TorchDispatchMode):
                 undo.callback(self.stop)
                 _ACTIVE.add(self)
                 undo.callback(_ACTIVE.remove, self)
-            PATCHES.install()
-            undo.callback(PATCHES.remove)
-            if outermost:
+                for patches in patches_for(self):
+                    patches.install()
+                    self._installed.callback(patches.remove)
+                    undo.callback(self._installed.close)
                 note_autocast(True)
             super().__enter__()
             undo.pop_all()
@@ -182,11 +186,11 @@ class Watcher(TorchDispatchMode):
         try:
             super().__exit__(*exc)
         finally:
-            try:
-                PATCHES.remove()
-            finally:  # also after Ctrl-C
-                self._entered -= 1
-                if not self._entered:
+            self._entered -= 1
+            if not self._entered:
+                try:
+                    self._installed.close()
+                finally:  # also after Ctrl-C
                     _ACTIVE.remove(self)
                     note_autocast(bool(_watchers()))
                     self._uncover()
@@ -422,18 +426,23 @@ _CPU = torch.device("cpu")
 
 
 def _generator_patches() -> Iterator[Patch]:
+    return _replaced((torch, torch.random), _OF_EVERY_DEVICE)
+
+
+def _cuda_generator_patches() -> Iterator[Patch]:
+    return _replaced((torch.cuda, torch.cuda.random), _OF_CUDA)
+
+
+def _replaced(
+    modules: tuple[Any, ...], replaced: Mapping[str, _Function | None]
+) -> Iterator[Patch]:
     # It replaces `torch.manual_seed` for good when it is imported, which a step may do.
-    with only_young_collections():  # a third of the time of the import
-        compilers.load_dynamo()
-    for modules, replaced in (
-        ((torch, torch.random), _OF_EVERY_DEVICE),
-        ((torch.cuda, torch.cuda.random), _OF_CUDA),
-    ):
-        for name, replacement in replaced.items():
-            original = getattr(modules[0], name)
-            new = _while_recording(original, replacement, modules[0].__name__)
-            for module in modules:
-                yield module, name, new
+    compilers.load_dynamo()
+    for name, replacement in replaced.items():
+        original = getattr(modules[0], name)
+        new = _while_recording(original, replacement, modules[0].__name__)
+        for module in modules:
+            yield module, name, new
 
 
 def _while_recording(original: _Function, replacement: _Function | None, module: str) -> _Function:
@@ -647,19 +656,13 @@ def _unseen(original: Any) -> Any:
 # -- all of them -----------------------------------------------------------------------------------
 
 
-def _capture_patches() -> Iterator[Patch]:
+def _engine_patches() -> Iterator[Patch]:
+    """What decides which ops torch runs, and what they belong to."""
+    with only_young_collections():  # a third of the time of the import
+        compilers.load_dynamo()
     yield torch.UntypedStorage, "resize_", _watched_resize()
-    for name in _READS:
-        yield torch.Tensor, name, _watched_read(name)
-    yield from _generator_patches()
-    yield from number_patches.patches(_recorders)
     yield from eager_formulas.patches(lambda: bool(_watchers()), recorded_checks)
-    yield from _reduction_patches()
     yield from _tracer_patches()
-    effects.watch_audit_events(_is_recording, recorded_checks)
-    yield from effects.patches(recorded_checks, _checked_recorders)
-    for owner, name, text, value in kernel_settings():
-        yield owner, name, _watched_setting(getattr(owner, name), text, value)
     yield from compilers.uncompiled(lambda: bool(_watchers()))
     for name in ("__enter__", "__exit__"):
         yield record_function, name, _undispatched(getattr(record_function, name))
@@ -669,6 +672,11 @@ def _capture_patches() -> Iterator[Patch]:
     yield owner, name, _noted_function(getattr(owner, name))
     owner, name = saved_hooks_entry()
     yield owner, name, _noted_saving(getattr(owner, name))
+
+
+def _group_patches() -> Iterator[Patch]:
+    """What only process groups call."""
+    yield from _reduction_patches()
     for owner, name in object_functions():
         yield owner, name, _noted_exchange(getattr(owner, name))
     work = work_class()
@@ -676,15 +684,54 @@ def _capture_patches() -> Iterator[Patch]:
         yield work, "wait", _unwatched_wait(getattr(work, "wait"))  # noqa: B009 (typed as a plain type)
 
 
-def _live_call_patches() -> Iterator[Patch]:
+def _check_patches() -> Iterator[Patch]:
+    """What `Checks` refuses wherever it runs: reads without an op, settings of kernels."""
+    for name in _READS:
+        yield torch.Tensor, name, _watched_read(name)
+    for owner, name, text, value in kernel_settings():
+        yield owner, name, _watched_setting(getattr(owner, name), text, value)
+
+
+def _effect_patches() -> Iterator[Patch]:
+    """What a step on the user's tensors does outside them."""
+    effects.watch_audit_events(_is_recording, recorded_checks)
+    yield from effects.patches(recorded_checks, _checked_recorders)
+
+
+def _number_patches() -> Iterator[Patch]:
+    return number_patches.patches(_recorders)
+
+
+def _size_patches() -> Iterator[Patch]:
     for name in ("nbytes", "size"):
         yield torch.UntypedStorage, name, _watched_size(getattr(torch.UntypedStorage, name))
 
 
-PATCHES = Patches(_capture_patches)
-SIZE_PATCHES = Patches(_live_call_patches)
+# No function is in two of them: the last watcher of each puts its own back.
+ENGINE, GROUPS = Patches(_engine_patches, keeps=True), Patches(_group_patches, keeps=True)
+GENERATORS = Patches(_generator_patches, keeps=True)
+CUDA_GENERATORS = Patches(_cuda_generator_patches, keeps=True)
+CHECKS = Patches(_check_patches, keeps=True)
+NUMBERS, EFFECTS = Patches(_number_patches), Patches(_effect_patches)
+SIZES = Patches(_size_patches, keeps=True)
+
+
+def patches_for(watcher: Watcher) -> Iterator[Patches]:
+    """Those that a watcher needs."""
+    yield ENGINE
+    # A step that makes its first process group connects, which is an effect.
+    if dist.is_available() and dist.is_initialized():
+        yield GROUPS
+    yield GENERATORS
+    if torch.cuda.is_available():
+        yield CUDA_GENERATORS
+    if watcher.checks is not None:
+        yield CHECKS
+        if watcher.checks.for_real:
+            yield NUMBERS
+            yield EFFECTS
 
 
 def _is_recording() -> bool:
-    """Whether anything is recorded, in any thread. One function: a hook on audit events stays for each."""
-    return PATCHES.active
+    """Whether effects are noted, in any thread. One function: a hook on audit events stays for each."""
+    return EFFECTS.active

@@ -27,10 +27,14 @@ class Patches:
     """Replacements that the first `install` makes and the last `remove` undoes; thread-safe.
 
     patches: yields (owner, attribute name, replacement).
+    keeps: whether the replacements are kept for the next `install`, and made again only if something else stands in a
+    place then; they must depend on nothing but what they replace.
     """
 
-    def __init__(self, patches: Callable[[], Iterator[Patch]]) -> None:
+    def __init__(self, patches: Callable[[], Iterator[Patch]], keeps: bool = False) -> None:
         self._patches = patches
+        self._keeps = keeps
+        self._kept: list[tuple[Any, str, Any, Any]] = []  # with what they replace
         self._lock = threading.Lock()
         self._users = 0
         self._saved: list[tuple[Any, str, Any, Any, bool]] = []
@@ -47,9 +51,11 @@ class Patches:
             if self._users > 1:
                 return
             try:
-                for owner, name, new in self._patches():
-                    self._replace(owner, name, new)
+                if not self._put_kept():
+                    for owner, name, new in self._patches():
+                        self._replace(owner, name, new)
             except BaseException:
+                self._kept.clear()
                 self._users -= 1
                 self._restore()
                 raise
@@ -61,8 +67,23 @@ class Patches:
             if self._users == 0:
                 self._restore()
 
+    def _put_kept(self) -> bool:
+        """Make the replacements that were kept. Returns whether there are any, for what stands in their places."""
+        for owner, name, _, old in self._kept:
+            if getattr(owner, name, None) is not old:
+                self._kept.clear()
+        if not self._kept:
+            return False
+        for owner, name, new, old in self._kept:
+            own = name in vars(owner)
+            self._saved.append((owner, name, new, old if own else None, own))
+            setattr(owner, name, new)
+        return True
+
     def _replace(self, owner: Any, name: str, new: Any) -> None:
         own = name in vars(owner)
+        if self._keeps:
+            self._kept.append((owner, name, new, getattr(owner, name, None)))
         self._saved.append((owner, name, new, vars(owner).get(name), own))
         setattr(owner, name, new)
 

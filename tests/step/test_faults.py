@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import functionalize as fz
 from functionalize.errors import FunctionalizeError, InvariantError, PassError, UncapturableError
-from functionalize.recorder.patches import PATCHES
+from functionalize.recorder.patches import EFFECTS
 from functionalize.util.gc_pause import only_young_collections
 from tests.faults import (
     Tripwire,
@@ -545,7 +545,7 @@ def test_a_block_of_the_collector_that_is_left_without_its_end() -> None:
 
 def test_ctrl_c_while_torch_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest is put back all the same."""
-    saved, interrupts = PATCHES._saved, []
+    saved, interrupts = EFFECTS._saved, []
 
     class Saved(list[Any]):
         def pop(self, *at: Any) -> Any:
@@ -554,7 +554,7 @@ def test_ctrl_c_while_torch_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None
                 raise KeyboardInterrupt
             return super().pop(*at)
 
-    monkeypatch.setattr(PATCHES, "_saved", Saved(saved))
+    monkeypatch.setattr(EFFECTS, "_saved", Saved(saved))
     assert fault_of(fz.capture(lambda x: x + 1), batch(0)) == "KeyboardInterrupt: "
     assert interrupts
     assert leftovers() == []
