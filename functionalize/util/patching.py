@@ -74,17 +74,18 @@ class Patches:
                 self._kept.clear()
         if not self._kept:
             return False
-        for owner, name, new, old in self._kept:
-            own = name in vars(owner)
-            self._saved.append((owner, name, new, old if own else None, own))
-            setattr(owner, name, new)
+        for owner, name, new, _ in self._kept:
+            self._set(owner, name, new)
         return True
 
     def _replace(self, owner: Any, name: str, new: Any) -> None:
-        own = name in vars(owner)
         if self._keeps:
             self._kept.append((owner, name, new, getattr(owner, name, None)))
-        self._saved.append((owner, name, new, vars(owner).get(name), own))
+        self._set(owner, name, new)
+
+    def _set(self, owner: Any, name: str, new: Any) -> None:
+        own = vars(owner)  # a method of C++ that is read from its class is not what stands there
+        self._saved.append((owner, name, new, own.get(name), name in own))
         setattr(owner, name, new)
 
     def _restore(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import functionalize as fz
@@ -116,6 +117,18 @@ def test_what_a_script_replaced_meanwhile_is_called(
         assert getattr(owner, name) is replacement
         if name == "matmul":
             assert bool(calls) == (replacement is own)
+
+
+def test_what_stands_in_a_class_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what one reads from the class: a method of C++ would lose its `self`."""
+    place = [(owner, name) for owner in (torch.Tensor, dist.ProcessGroup) for name in vars(owner)]
+    before = [vars(owner)[name] for owner, name in place]
+    for _ in range(3):
+        for patches in GROUPS_BY_NAME.values():
+            patches.install()
+        for patches in GROUPS_BY_NAME.values():
+            patches.remove()
+        assert all(vars(o)[n] is old for (o, n), old in zip(place, before, strict=True))
 
 
 def test_a_replacement_that_cannot_be_made_leaves_none() -> None:
