@@ -1,7 +1,7 @@
 """The program of a stream of pending ops: its inputs are storages from outside, its results those that are held.
 
-    made = Compiled.of(stream, living, passes)     discharged, rewritten by passes
-    made.run(stream)                               computes, then writes all results into their storages
+    made = Compiled.of(stream, living, numbers, passes)     discharged, rewritten by passes
+    made.run(stream)                                        computes, then writes all results into their storages
 
 Invariant: what the program writes it writes after all that may fail. Refusals: a stream that the engine refuses, which
 then runs op by op.
@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from functionalize.deferral.interpreted import fill, window_on
+from functionalize.deferral.numbers import Numbers
 from functionalize.deferral.stream import OutsideStorage, Stream
 from functionalize.discharge.epilogue_actions import actions_of
 from functionalize.ir.epilogue import Copy
@@ -34,15 +35,19 @@ from functionalize.util.structure import flatten
 class Compiled:
     """A program and where its inputs and results are.
 
-    externals: by number of the input. homes: for each result, its storage and its geometry there.
+    externals: by number of the input. numbers: the floats, of which some are further inputs.
+    homes: for each result, its storage and its geometry there.
     """
 
     program: Program
     externals: tuple[OutsideStorage, ...]
+    numbers: Numbers
     homes: tuple[tuple[int, Geometry], ...]
 
     @staticmethod
-    def of(stream: Stream, living: Sequence[int], pipeline: Sequence[Any]) -> Compiled:
+    def of(
+        stream: Stream, living: Sequence[int], numbers: Numbers, pipeline: Sequence[Any]
+    ) -> Compiled:
         """The program of a stream; raises a `FunctionalizeError` if there is none."""
         recorder = Recorder()
         recorder.storages = stream.table
@@ -54,7 +59,7 @@ class Compiled:
                 for i, each in enumerate(externals)
             ]
         )
-        builder.run(entry.record for entry in stream.entries)
+        builder.run(numbers.records(stream.entries, len(externals)))
         epilogue = builder.epilogue()
         homes, roles = [], []
         for serial in living:
@@ -71,11 +76,12 @@ class Compiled:
             from functionalize import passes  # here, as `passes` imports `functionalize`
 
             program = passes.run(program, pipeline)
-        return Compiled(program, externals, tuple(homes))
+        return Compiled(program, externals, numbers, tuple(homes))
 
     def run(self, stream: Stream) -> None:
         """Compute, and write every result into its storage."""
-        call = Call([self._input(stream, each) for each in self.externals], [])
+        inputs = [self._input(stream, each) for each in self.externals]
+        call = Call([*inputs, *self.numbers.tensors(stream.entries)], [])
         for spec in self.program.inputs:
             call.inputs.append(spec.source.resolve(call))
         try:

@@ -136,10 +136,11 @@ class LazyMode(Watcher):
         shape: list[Any] = [address(func), settings]
         own: list[Any] = []
         tensors: list[Tensor] = []
-        floats = is_shaped_by_types(func)
+        floats: list[float] = []
+        others = floats if is_shaped_by_types(func) else None
         try:
-            refs = tuple([stream.refer(arg, shape, own, tensors, floats) for arg in args])
-            named = {k: stream.refer(v, shape, own, tensors, floats) for k, v in kwargs.items()}
+            refs = tuple([stream.refer(arg, shape, own, tensors, others) for arg in args])
+            named = {k: stream.refer(v, shape, own, tensors, others) for k, v in kwargs.items()}
             self._check(func, tensors, kwargs)
         except (CannotWait, UnsupportedTensorError):
             self._before(_NOW, func, args, kwargs)
@@ -160,7 +161,7 @@ class LazyMode(Watcher):
                 self._learned.learn(key, before, tensors, out)
             return out
         out = made.outputs(tensors)
-        stream.append(func, refs, named, made.number, own, out, written, tensors)
+        stream.append(func, refs, named, made.number, own, out, written, tensors, floats)
         self.waited += 1
         if stream.nbytes > self._budget or stream.ops > _MAX_OPS:
             self.look("the byte budget")

@@ -4,7 +4,8 @@
     runs.run(stream)          computes what is pending; returns what it was: a `Kind`
 
 Two streams are of one kind if their ops, constants, sizes and aliases are equal, and the same results are held: one
-dictionary of keys finds it, which compares the keys on a hit. Invariant: each stream runs once.
+dictionary of keys finds it, which compares the keys on a hit. Floats that change are inputs of the program of a kind
+(`numbers.py`). Invariant: each stream runs once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from functionalize.deferral.compiled import Compiled, NotRun
 from functionalize.deferral.interpreted import run_one_by_one
+from functionalize.deferral.numbers import Numbers
 from functionalize.deferral.stream import Stream
 from functionalize.errors import FunctionalizeError
 from functionalize.util.user_stack import line_of
@@ -28,13 +30,14 @@ class Kind:
     """Streams that are alike. number: in the order of discovery. ops: of one stream. line: of its first op.
 
     runs: how many streams there were. replays: those that a program ran. refused: why no program can be made.
-    differs: how it differs from the kind found before it that it shares most with.
+    differs: how it differs from the kind found before it that it shares most with. numbers: its floats.
     """
 
     number: int
     ops: int
     line: str
     differs: str
+    numbers: Numbers
     runs: int = 0
     replays: int = 0
     refused: str | None = None
@@ -65,6 +68,8 @@ class Runs:
             kind = self._new(key, stream)
         self._kinds.move_to_end(key)
         kind.runs += 1
+        if kind.runs > 1 and kind.numbers.compare(stream.entries):
+            kind.compiled = None
         if kind.runs > 1 and kind.compiled is None and kind.refused is None:
             self._compile(kind, stream, living)
         if kind.compiled is not None:
@@ -83,7 +88,8 @@ class Runs:
 
     def _new(self, key: Any, stream: Stream) -> Kind:
         line = line_of(stream.entries[0].record.traceback)
-        kind = Kind(self._found, stream.ops, line, self._difference(key, stream))
+        differs, numbers = self._difference(key, stream), Numbers(stream.entries)
+        kind = Kind(self._found, stream.ops, line, differs, numbers)
         self._found += 1
         self._kinds[key] = kind
         if len(self._kinds) > self._max * _KINDS_PER_PROGRAM:
@@ -92,7 +98,7 @@ class Runs:
 
     def _compile(self, kind: Kind, stream: Stream, living: tuple[int, ...]) -> None:
         try:
-            kind.compiled = Compiled.of(stream, living, self._pipeline)
+            kind.compiled = Compiled.of(stream, living, kind.numbers, self._pipeline)
         except FunctionalizeError as error:
             kind.refused = str(error)
             return

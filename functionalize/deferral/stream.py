@@ -38,11 +38,15 @@ class CannotWait(Exception):
 
 
 class PendingOp(NamedTuple):
-    """A pending op, or a view of what one has made. element: what tells it from others in the key of a stream."""
+    """A pending op, or a view of what one has made.
+
+    element: what tells it from others in the key of a stream. floats: those of its arguments that do not, in order.
+    """
 
     record: OpRecord
     element: tuple[Any, ...]
     is_view: bool
+    floats: tuple[float, ...] = ()
 
 
 class OutsideStorage(NamedTuple):
@@ -77,12 +81,17 @@ class Stream:
     # -- arguments -----------------------------------------------------------------------------
 
     def refer(
-        self, arg: Any, shape: list[Any], own: list[Any], tensors: list[Tensor], floats: bool
+        self,
+        arg: Any,
+        shape: list[Any],
+        own: list[Any],
+        tensors: list[Tensor],
+        floats: list[float] | None,
     ) -> Any:
         """`arg` with references for its tensors, which are added to `tensors`.
 
         shape: gets what the geometry of the result may depend on. own: gets the rest, numbers of storages above all.
-        floats: whether the values of floats are for `own`.
+        floats: gets the floats; None: the geometry of the result may depend on them.
         """
         kind = type(arg)
         if kind in _TENSORS or isinstance(arg, Tensor):
@@ -91,9 +100,15 @@ class Stream:
             own.append(ref[0])
             tensors.append(arg)
             return ref
+        if kind is float and floats is not None:
+            shape.append(kind)
+            own.append(kind)
+            floats.append(arg)
+            return arg
         if kind is float or kind is complex:
             shape.append(kind)
-            (own if floats else shape).append(repr(arg))  # tells 0.0 from -0.0; nan from no nan
+            # It tells 0.0 from -0.0; nan from no nan.
+            (shape if floats is None else own).append(repr(arg))
             return arg
         if kind in _EXACT:
             shape.append((kind, arg))
@@ -138,8 +153,9 @@ class Stream:
         out: Any,
         written: Iterable[Any],
         tensors: Sequence[Tensor],
+        floats: Sequence[float] = (),
     ) -> None:
-        """Add an op. number: of its description in `Learned`. own: from `refer`. out: its result.
+        """Add an op. number: of its description in `Learned`. own, floats: from `refer`. out: its result.
 
         written: the arguments that it writes, as references.
         """
@@ -162,7 +178,7 @@ class Stream:
             self.dirty.add(serial)
             self.nbytes += nbytes
         self.ops += 1
-        self.entries.append(PendingOp(record, (number, known, *own), False))
+        self.entries.append(PendingOp(record, (number, known, *own), False, tuple(floats)))
 
     def append_view(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -183,8 +199,8 @@ class Stream:
         own: list[Any] = []
         tensors: list[Tensor] = []
         try:
-            rest = tuple(self.refer(each, shape, own, tensors, False) for each in args[1:])
-            named = {k: self.refer(v, shape, own, tensors, False) for k, v in kwargs.items()}
+            rest = tuple(self.refer(each, shape, own, tensors, None) for each in args[1:])
+            named = {k: self.refer(v, shape, own, tensors, None) for k, v in kwargs.items()}
         except CannotWait:
             return
         if tensors:
