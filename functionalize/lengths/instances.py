@@ -74,10 +74,10 @@ class Instance(Program):
     def nodes(self) -> int:
         return self._count or super().nodes()
 
-    def known(self, leaves: Sequence[Any]) -> Call | Miss | None:
+    def known(self, leaves: Sequence[Any], asks_numbers_first: bool = False) -> Call | Miss | None:
         """As for any program; what is known of the last call of another instance counts, too."""
         if self._shared is None:
-            return super().known(leaves)
+            return super().known(leaves, asks_numbers_first)
         call = self._shared.call(self, leaves)
         if not isinstance(call, Call):
             return call

@@ -198,9 +198,13 @@ class Executable:
         known = self.known(leaves)
         return known if known is not None else self.resolve_anew(leaves)
 
-    def known(self, leaves: Sequence[Any]) -> Call | Miss | None:
-        """The same in a fraction of the time, for what the last calls have shown; None: every guard must be asked."""
-        return self._known.call(leaves)
+    def known(self, leaves: Sequence[Any], asks_numbers_first: bool = False) -> Call | Miss | None:
+        """The same in a fraction of the time, for what the last calls have shown; None: every guard must be asked.
+
+        asks_numbers_first: whether the number by which the program was missed last is asked before all else; a miss
+        says nothing of the other guards then.
+        """
+        return self._known.call(leaves, asks_numbers_first)
 
     def resolve_anew(self, leaves: Sequence[Any]) -> Call | str:
         """The same by asking every guard; what is found is known from then on."""

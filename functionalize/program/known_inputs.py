@@ -52,13 +52,15 @@ class KnownInputs:
         self._last: _LastCall | None = None
         self._misses = self._uses = self._fails = 0
 
-    def call(self, leaves: Sequence[Any]) -> Call | Miss | None:
+    def call(self, leaves: Sequence[Any], asks_numbers_first: bool = False) -> Call | Miss | None:
         """The next call with its inputs, if nothing has changed; None: the guards must be asked. Changes nothing.
 
-        A miss: only a number is another one.
+        A miss: only a number is another one. asks_numbers_first: see `Executable.known`.
         """
         if self._last is None:
             return None
+        if asks_numbers_first and (miss := self._last.missed_again(leaves)) is not None:
+            return miss
         call = self._last.repeated(leaves)
         if isinstance(call, Miss):
             return call
@@ -103,6 +105,7 @@ class _LastCall:
         windows: _Windows,
     ) -> None:
         self._facts, self._before, self._after, self._windows = facts, before, after, windows
+        self._missed: Guard | None = None  # by which a call was missed last
         self._owners = Owners(facts.places)
         self._moving, skipped = moving, {*inner, *(index for index, _ in moving)}
         order = [i for i in range(len(call.inputs)) if i not in inner]
@@ -149,6 +152,16 @@ class _LastCall:
         tensors = _Windows(indices, dict(moving), call.inputs, aliases, bool(whole))
         return _LastCall(facts, call, moving, inner, before, after, tensors)
 
+    def missed_again(self, leaves: Sequence[Any]) -> Miss | None:
+        """The miss of the guard by which a call was missed last; None: it holds, or cannot be asked alone."""
+        if self._missed is None:
+            return None
+        try:
+            failure = self._missed.failure(Call(leaves, [], owners=self._owners))
+        except (LookupError, AttributeError, RuntimeError, TypeError):
+            return None
+        return failure if isinstance(failure, Miss) else None
+
     def repeated(self, leaves: Sequence[Any]) -> Call | Miss | None:
         """The next call with its inputs; None: something may have changed; a miss: a number has."""
         if not self._facts.hold():
@@ -157,7 +170,7 @@ class _LastCall:
         try:
             for guard in self._before:
                 if (failure := guard.failure(call)) is not None:
-                    return failure if isinstance(failure, Miss) else None
+                    return self._noted(guard, failure)
             found = list(map(call_of, self._inputs))
             for read in self._inner:
                 found += read()
@@ -169,10 +182,16 @@ class _LastCall:
                 return None
             for guard in self._after:
                 if (failure := guard.failure(call)) is not None:
-                    return failure if isinstance(failure, Miss) else None
+                    return self._noted(guard, failure)
         except (LookupError, AttributeError, RuntimeError, TypeError):
             return None
         return call
+
+    def _noted(self, guard: Guard, failure: str) -> Miss | None:
+        if not isinstance(failure, Miss):
+            return None
+        self._missed = guard
+        return failure
 
 
 class _Windows:

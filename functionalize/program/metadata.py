@@ -372,7 +372,7 @@ class Values:
         """
         target: Any = node.target
         try:
-            return self.fakes.run(target, args, kwargs)
+            return self.fakes.run(target, args, kwargs, node.meta.get("record"))
         except Exception as error:
             made = as_recorded(node) if _is_as_recorded(node, args, kwargs) else None
             if made is None:

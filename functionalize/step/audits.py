@@ -24,6 +24,7 @@ from functionalize.step.stages import Invocation
 from functionalize.step.vote import Level
 
 log = logging.getLogger("functionalize")
+_OF_USE = 32  # replays
 _MOST_FAILURES = 3  # of audits, before the step is refused
 
 
@@ -38,8 +39,18 @@ class Audits:
         call, audit = cached.replays + cached.audits + 1, self._core.options.audit
         if cached.op_stream is None or not audit.is_due(call):
             return False
-        # Those that were asked for are outside of what the step may cost.
-        return audit.every is not None or self._core.policy.ledger.can_pay(AUDIT)
+        if (
+            audit.every is not None
+        ):  # those that were asked for are outside of what the step may cost
+            return True
+        core = self._core
+        if not core.policy.ledger.can_pay(AUDIT):
+            return False
+        # A step that saves for a program replays more once it has it: audits of each position of a ring would keep it
+        # from that for long. One of them is audited, once it has been of use.
+        alike = core.cache.at(core.cache.key_of(cached))
+        is_first = cached.replays >= _OF_USE and not any(each.audits for each in alike)
+        return is_first or not core.saves
 
     def run(self, audited: AuditedCall, cached: CachedProgram, call: Invocation) -> Any:
         """Run the step for real, and compare it with its program: the result is eager's, whatever is found."""

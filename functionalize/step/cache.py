@@ -268,6 +268,7 @@ class ProgramCache:
 
         `reason`: why there is none, the first failed guard; `miss`: that guard, if a program has failed.
         `looked_slowly`: whether all guards of one were asked, which takes as long as a small step.
+        While the step saves for a program, a number that has missed before is asked first: the call runs eagerly then.
         """
         self.reason, self.miss, self.looked_slowly = "", None, False  # `begin_call`
         self._other_state.clear()
@@ -277,7 +278,7 @@ class ProgramCache:
         if likely is not None and likely is not programs[0] and likely in programs:
             programs = [likely, *(each for each in programs if each is not likely)]
         self._unknown, self._is_quick = [], True
-        found = programs[0].program.known(leaves) if programs else None
+        found = programs[0].program.known(leaves, self._policy.saves) if programs else None
         if isinstance(found, Call):
             self._left = programs[1:]
             self._held.add(programs[0])
@@ -375,6 +376,7 @@ class ProgramCache:
             cached.replays += 1
             self._stats.replays += 1
             self._policy.replays += 1
+            self._policy.saves = False
             self._policy.replayed_kinds.add(key)
 
     def add(self, key: Hashable, cached: CachedProgram) -> None:

@@ -99,7 +99,7 @@ from functionalize.step.plan import (
     Record,
     Replay,
 )
-from functionalize.step.policy import BUILDING, LOST_GRAPH, RECORDING
+from functionalize.step.policy import BUILDING, LOST_GRAPH
 from functionalize.step.predictions import Predictions
 from functionalize.step.recording import RecordingSummary, StepRecording
 from functionalize.step.stages import (
@@ -860,7 +860,7 @@ class CapturedStep:
 
     def _begin_recording(self, call: Invocation) -> None:
         core = self.core
-        core.policy.ledger.pay(RECORDING)
+        core.policy.recorded(call.key, core.cache.miss)
         core.policy.kinds.recorded(call.key, self.wants_sizes(call))
         if self.predictions is not None:
             self.predictions.lengths.recorded.note(call.key)

@@ -12,9 +12,11 @@ Invariant: ranks that vote change what they share in the same calls, in the same
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from functionalize._compat.references import address
 from functionalize.audit.signature import Signature
 from functionalize.errors import FunctionalizeError
 from functionalize.ir.guards import Miss, NumberGuard
@@ -26,6 +28,7 @@ from functionalize.state.hyperparameters import Key
 from functionalize.step.cache import ProgramCache
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Unkept, UnsettledMisses
+from functionalize.step.policy import SIZES, Policy
 from functionalize.step.stages import Invocation
 from functionalize.step.stats import Stats
 from functionalize.step.step_state import EntryState
@@ -34,6 +37,7 @@ from functionalize.util.user_warning import warn_uncapturable
 from functionalize.walk.live_places import NO_PLACES
 
 log = logging.getLogger("functionalize")
+_SAVES_FOR = 64  # calls
 EVERY_CALL = object()  # the key of a refusal that holds for calls of every kind
 _DIFFERS = (
     "{} runs eagerly where {}: recordings of calls that differ there were of no use. A call is recorded again if it "
@@ -66,7 +70,7 @@ class StepCore:
         self.fn, self.options = fn, options
         self.name: str = getattr(fn, "__name__", type(fn).__name__)
         self.stats = Stats()
-        self.policy = options.policy()
+        self.policy = self._new_policy()
         self.cache, self.sizes = self._empty_cache(), DataSizes()
         self.unkept: dict[Hashable, Unkept] = {}
         self.unsettled = UnsettledMisses(self.name)
@@ -75,13 +79,24 @@ class StepCore:
         self.vote: RankVote | None = None
         self.after: VoteAfterGraph | None = None
         self.records_missed = True
+        self._saves_until = 0  # this number of calls
+
+    def _new_policy(self) -> Policy:
+        policy = self.options.policy()
+        policy.ledger.owed = self._owed
+        return policy
+
+    def _owed(self) -> float:
+        """What the passes cost that must run before some programs are replayed, in eager steps."""
+        waiting = Counter(address(each.group or each) for each in self.cache if each.waits)
+        return self.options.passes_cost * sum(min(n, SIZES) for n in waiting.values())
 
     def _empty_cache(self) -> ProgramCache:
         return ProgramCache(self.name, self.options.max_programs, self.policy, self.stats)
 
     def forget(self) -> None:
         """Drop every program, and what calls have cost and returned."""
-        self.policy = self.options.policy()
+        self.policy = self._new_policy()
         self.cache = self._empty_cache()
 
     def restart(self, options: CaptureOptions) -> None:
@@ -113,6 +128,8 @@ class StepCore:
             return False
         policy, cache = self.policy, self.cache
         may_record = policy.may_record(key, miss or cache.miss, cache.looked_slowly)
+        if policy.saves:
+            self._saves_until = self.stats.calls + _SAVES_FOR
         if not may_record and policy.news is not None:
             if not self.unsettled.tell(policy.news):
                 warn_uncapturable(_DIFFERS.format(self.name, policy.news))
@@ -129,6 +146,11 @@ class StepCore:
             self.policy.questions.never_returns(key, guard.question)
             if self.policy.questions.tell(key, guard.question):
                 warn_uncapturable(_NEVER.format(self.name, guard.question))
+
+    @property
+    def saves(self) -> bool:
+        """Whether one of the last calls was worth a recording that the ledger could not pay."""
+        return self.stats.calls < self._saves_until
 
     def is_rare(self, key: Hashable) -> bool:
         """Whether calls of this kind came too seldom to be recorded; counts one. None is that was recorded."""

@@ -15,7 +15,7 @@ from functionalize.program.collective_order import fingerprints, groups_of
 from functionalize.program.program import Program
 from functionalize.run import runner
 from functionalize.run.boxed import boxed
-from functionalize.step.policy import ALLOWANCE, BUILDING, PASS, RECORDING, Policy
+from functionalize.step.policy import ALLOWANCE, BUILDING, PASS, PASSES, RECORDING, Policy
 from functionalize.templates.template import EARLY, FEWEST
 
 log = logging.getLogger("functionalize")
@@ -116,14 +116,15 @@ class CaptureOptions:
     def policy(self) -> Policy:
         """When the step records, audits and compares; whoever asks for predictions or reports pays for them."""
         is_bounded = self.dynamic in (False, "auto") and not self.memory
-        # Ranks that compare what programs send compare it when a recording is kept: its passes have run by then.
-        passes = self.passes_cost if self.compares else 0
-        return Policy(self.allowance, is_bounded, RECORDING + BUILDING + passes)
+        program = RECORDING + BUILDING
+        # However long the pipeline is, the allowance pays for a first program, after two recordings that are not kept.
+        most = max((self.allowance or ALLOWANCE) - 2 * RECORDING, program)
+        return Policy(self.allowance, is_bounded, min(program + self.passes_cost, most))
 
     @property
     def passes_cost(self) -> float:
         """What the passes of one program cost, in eager steps. A compiler is not counted: who asks for one waits."""
-        return PASS * len(self.passes)
+        return PASSES + PASS * len(self.passes) if self.passes else 0
 
     def lengths(self) -> LengthClasses | None:
         """What predicts programs for other sizes; None without `dynamic`."""

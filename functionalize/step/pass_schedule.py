@@ -28,14 +28,14 @@ from functionalize.program.program import Program
 from functionalize.step.cache import CachedProgram
 from functionalize.step.core import StepCore
 from functionalize.step.outcome import Refused
-from functionalize.step.policy import GAIN
+from functionalize.step.policy import GAIN, SIZES
 from functionalize.step.stages import Invocation
 from functionalize.step.vote import Fingerprints, collectives
 from functionalize.templates.call_keys import shapes_of
 from functionalize.templates.symbols import Shapes
+from functionalize.util.gc_pause import only_young_collections
 
 log = logging.getLogger("functionalize")
-_SIZES = 2  # at which the passes of a class run
 
 
 class PassSchedule:
@@ -127,14 +127,16 @@ class PassSchedule:
         group, options = cached.group, self._core.options
         may_be_ready = group is not None and bool(group.passed)
         # Most often this is all that a replay before the passes takes.
-        if not may_be_ready and not self._core.policy.ledger.can_pay(options.passes_cost):
+        if not may_be_ready and not self._core.policy.ledger.can_pay(
+            options.passes_cost, is_owed=True
+        ):
             return False
         sharing = self._sharing(cached)
         if sharing is not None and sharing.passed:
             return True
-        times = 1 if sharing is None else _SIZES
+        times = 1 if sharing is None else SIZES
         if not cached.replays_before_passes or group is None:
-            return self._core.policy.ledger.can_pay(times * options.passes_cost)
+            return self._core.policy.ledger.can_pay(times * options.passes_cost, is_owed=True)
         return self.is_worth(cached.replays if sharing is None else sharing.replays, times)
 
     def _sharing(self, cached: CachedProgram) -> LengthClass | None:
@@ -145,15 +147,15 @@ class PassSchedule:
         sizes = group.sizes_of(shapes_of(self._core.cache.key_of(cached)))
         return group if group.shares_passes(sizes) else None
 
-    def is_worth(self, replays: int, times: int = _SIZES) -> bool:
+    def is_worth(self, replays: int, times: int = SIZES) -> bool:
         """Whether the passes of a program that was replayed before them run now. times: how often they run."""
         cost = times * self._core.options.passes_cost
-        return replays * GAIN >= cost and self._core.policy.ledger.can_pay(cost)
+        return replays * GAIN >= cost and self._core.policy.ledger.can_pay(cost, is_owed=True)
 
     def why_waits(self, cached: CachedProgram) -> str | None:
         """What is missing for the passes of a program that waits for them, for messages; None: they run next."""
-        times = 1 if self._sharing(cached) is None else _SIZES
-        return self._core.policy.why_unpaid(times * self._core.options.passes_cost)
+        times = 1 if self._sharing(cached) is None else SIZES
+        return self._core.policy.why_unpaid(times * self._core.options.passes_cost, is_owed=True)
 
     # -- run them --------------------------------------------------------------------------------
 
@@ -208,7 +210,7 @@ class PassSchedule:
             return passed
 
         try:
-            with torch.no_grad(), disable_current_modes():
+            with torch.no_grad(), disable_current_modes(), only_young_collections():
                 group.run_passes(apply)
         except Exception as error:  # they run for each size, where an error is reported
             group.apart = f"the passes fail: {type(error).__name__}: {error}"

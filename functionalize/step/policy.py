@@ -29,21 +29,22 @@ drawn float that was made plain.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from functionalize.ir.guards import Miss
 
 # Eager steps beyond the one that the call would have taken.
-RECORDING = 3.5
-BUILDING = 6.5  # a program of a recording, and its code at the first replay
-PASS = 1.4  # one pass over a program, with its share of the metadata and of `verify`
+RECORDING = 5.0
+BUILDING = 2.5  # a program of a recording, and its code at the first replay
+PASSES, PASS = 4.0, 0.8  # the metadata of a program, a copy and `verify`; one pass over it
+SIZES = 2  # at which the passes of a class of lengths run
 AUDIT = 7.0
 COMPARISON = 4.0  # a first call of a predicted program that is compared
-LOST_GRAPH = 0.6  # a graph that ran, and whose guards on numbers failed
+LOST_GRAPH = 0.25  # a graph that ran, and whose guards on numbers failed
 # At the guards of programs, all of which fail: with a walk of all objects, without it.
-LOOK, QUICK_LOOK = 1.0, 0.03
-GAIN = 0.5  # of a replay
+LOOK, QUICK_LOOK = 0.5, 0.04
+GAIN = 0.65  # of a replay
 ALLOWANCE, _SHARE = 30.0, 0.05  # eager steps; of the calls
 _MOST_SAVED = 60.0  # eager steps
 _DIFFERENT_IN_A_ROW = 3
@@ -62,11 +63,14 @@ class Ledger:
     """What a step may still cost beyond eager, in eager steps: Note [The ledger].
 
     allowance: what it begins with. is_bounded: whether it refuses anything.
+    owed: what programs that were begun need until their first replay: it pays for nothing else, or audits and further
+    recordings would use up what the first program waits for.
     """
 
     def __init__(self, allowance: float = ALLOWANCE, is_bounded: bool = True) -> None:
         self.is_bounded = is_bounded
         self.balance, self._most = allowance, max(allowance, _MOST_SAVED)
+        self.owed: Callable[[], float] = float
 
     @property
     def is_full(self) -> bool:
@@ -84,11 +88,12 @@ class Ledger:
     def _add(self, steps: float) -> None:
         self.balance = min(self.balance + steps, self._most)
 
-    def can_pay(self, cost: float, calls: int = 0) -> bool:
-        """Whether a cost is within the promise. calls: so many calls later."""
+    def can_pay(self, cost: float, calls: int = 0, is_owed: bool = False) -> bool:
+        """Whether a cost is within the promise. calls: so many calls later. is_owed: whether it is what is owed."""
         if not (self.is_bounded and cost):
             return True
-        return self.balance + calls * _SHARE >= min(cost, self._most)
+        owed = 0.0 if is_owed else self.owed()
+        return self.balance + calls * _SHARE >= min(cost + owed, self._most)
 
     def pay(self, cost: float) -> None:
         """Something has cost as many eager steps."""
@@ -374,6 +379,7 @@ class Policy:
     ledger refuses anything. recording: what a recording that is kept costs, with all that must be done for its
     first replay.
     records_all: whether `allowance` is None.
+    saves: whether since the last replay a call was worth a recording that the ledger could not pay.
     calls, replays, replayed_kinds: those that nothing was asked about yet. A replay only notes them here, and whatever
     is asked next sees them first: a step that replays asks nothing.
     """
@@ -392,6 +398,7 @@ class Policy:
         self._rest = Rest()
         # The question for which a call was left eager, if the user does not know.
         self.news: Miss | None = None
+        self.saves = False
         self.calls = self.replays = 0
         self.replayed_kinds: set[Hashable] = set()
         self.may_rest = False  # whether `rest` may take the next call
@@ -455,12 +462,13 @@ class Policy:
         why = self.why_unpaid(self._recording)
         return None if self.records_all or why is None else f"a recording costs {why}"
 
-    def why_unpaid(self, cost: float) -> str | None:
+    def why_unpaid(self, cost: float, is_owed: bool = False) -> str | None:
         """What is missing for something that costs as many eager steps; None: the next call can pay for it."""
-        if self.ledger.can_pay(cost, calls=1):
+        if self.ledger.can_pay(cost, calls=1, is_owed=is_owed):
             return None
-        left = self.ledger.balance
-        return f"{cost:g} eager steps, and {left:.1f} are left; each call adds {_SHARE:g}"
+        left, owed = self.ledger.balance, 0.0 if is_owed else self.ledger.owed()
+        waits = f", of which programs that wait for their passes need {owed:g}" if owed else ""
+        return f"{cost:g} eager steps, and {left:.1f} are left{waits}; each call adds {_SHARE:g}"
 
     def may_record(self, key: Hashable, miss: Miss | None, looked_slowly: bool = False) -> bool:
         """Whether a call is recorded that has no program, or whose programs all missed. Counts it.
@@ -475,9 +483,14 @@ class Policy:
             if not self.questions.is_worth_recording(key, miss):
                 self.news = miss if self.questions.tell(key, miss.question) else None
                 return False
-            if can_pay:
-                self.questions.recorded(key, miss)
+        self.saves = not can_pay
         return can_pay
+
+    def recorded(self, key: Hashable, miss: Miss | None) -> None:
+        """A call is recorded, which all ranks may do. miss: that of its programs, which `may_record` has counted."""
+        self.ledger.pay(RECORDING)
+        if miss is not None and not self.records_all:
+            self.questions.recorded(key, miss)
 
     def replayed(self, key: Hashable) -> None:
         """A program of this kind was replayed or audited."""

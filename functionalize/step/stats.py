@@ -78,6 +78,11 @@ class Stats:
     backwards: int = 0
     reruns: int = 0
 
+    @property
+    def calls(self) -> int:
+        """The number of calls so far."""
+        return self.warmups + self.captures + self.replays + self.audits + self.eager
+
     def missed(self, reason: str) -> None:
         """A guard did not hold."""
         self.guard_failures.append(reason)

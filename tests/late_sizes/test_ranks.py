@@ -120,7 +120,7 @@ def trained(kind: str, calls: int, lengths: Sequence[int], passes: str, **option
     ],
 )
 def test_sizes_of_each_rank(kind: str, lengths: Sequence[int]) -> None:
-    for found, stats, text in run_on_ranks(trained, kind, 44, lengths, "default", world=2):
+    for found, stats, text in run_on_ranks(trained, kind, 38, lengths, "default", world=2):
         assert found == []
         assert stats.mispredictions == stats.audit_failures == 0
         assert stats.replays >= 15, text

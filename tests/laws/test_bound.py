@@ -27,8 +27,8 @@ from functionalize.program.executable import Executable
 from tests.ranks import run_on_ranks
 
 # Eager steps, as measured (docs/measured.md).
-RECORDED, BUILT, AUDITED, COMPARED, LOST, RETURNED = 3.5, 6.5, 7.0, 4.0, 0.6, 0.5
-PASSED = 1.4  # each pass of a pipeline, of each program that it is applied to
+RECORDED, BUILT, AUDITED, COMPARED, LOST, RETURNED = 5.0, 2.5, 7.0, 4.0, 0.25, 0.65
+DESCRIBED, PASSED = 4.0, 0.8  # each program that passes are applied to; each pass
 
 HABITS = (
     "plain",
@@ -93,6 +93,7 @@ class Costs:
 
     step: Any
     lost: int = 0
+    described: int = 0  # programs that passes were applied to
     passed: int = 0  # passes that ran
     calls: int = 0
     worst: float = field(default=-100.0)
@@ -102,7 +103,7 @@ class Costs:
         stats = self.step.stats
         recorded = stats.warmups + stats.captures
         spent = RECORDED * recorded + BUILT * stats.captures + LOST * self.lost
-        spent += PASSED * self.passed
+        spent += DESCRIBED * self.described + PASSED * self.passed
         compared = stats.predictions + stats.mispredictions  # among the audits
         spent += AUDITED * (stats.audits - compared) + COMPARED * compared
         spent -= RETURNED * stats.replays
@@ -122,6 +123,7 @@ def counted_by(costs: Costs) -> Iterator[None]:
             raise
 
     def run_counted(program: Any, pipeline: Any) -> Any:
+        costs.described += 1
         costs.passed += len(pipeline)
         return run(program, pipeline)
 

@@ -253,7 +253,7 @@ def checked(seen: Counter[str]) -> Iterator[None]:
     """Whenever a program looks for its inputs, compare the fast way with the slow one."""
     known = Executable.known
 
-    def both(program: Executable, leaves: Any) -> Any:
+    def both(program: Executable, leaves: Any, asks_numbers_first: bool = False) -> Any:
         last = program._known._last
         fast = last.repeated(leaves) if last is not None else None
         slow = program.resolve_slowly(leaves)
@@ -266,7 +266,10 @@ def checked(seen: Counter[str]) -> Iterator[None]:
             for spec, a, b in zip(program.inputs, fast.inputs, slow.inputs, strict=True):
                 same = a is b or (type(spec.source).__name__ == "HyperparameterNumber" and a == b)
                 assert same, f"another {spec.name}"
-        return known(program, leaves)
+        found = known(program, leaves, asks_numbers_first)
+        if asks_numbers_first and isinstance(found, Miss):
+            assert isinstance(slow, str), f"a number alone is asked: {found}"
+        return found
 
     Executable.known = both  # type: ignore[method-assign]
     try:

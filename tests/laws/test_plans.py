@@ -107,12 +107,12 @@ class Model:
             return EAGER
         if case.number in kind.programs:
             return self._use(kind, case)
-        can_pay = self.saved >= 10
+        can_pay = self.saved >= 12.3
         if not kind.programs:
             if self._is_rare(kind) or not can_pay:
                 return EAGER
         else:
-            self.saved -= 1 if looked_slowly else 0.03
+            self.saved -= 0.5 if looked_slowly else 0.04
             if not self._is_worth(kind, case.number):
                 self._left_eager(looked_slowly)
                 return EAGER
@@ -121,10 +121,10 @@ class Model:
                 return EAGER
             kind.recorded[case.number] += 1
             kind.recorded_in_a_row += 1
-        self.saved -= 3.5
+        self.saved -= 5
         kind.waits = True
         if not case.fails:
-            self.saved -= 6.5
+            self.saved -= 2.5
             kind.programs[case.number] = 0
         return RECORD
 
@@ -134,7 +134,7 @@ class Model:
         self.in_vain, self.next_rest, self.was_of_use, self.rest = 0, 32, True, 0
         if kind.programs[case.number] % EVERY == 0:
             return AUDIT
-        self._earn(0.5)
+        self._earn(0.65)
         return REPLAY
 
     def _earn(self, steps: float) -> None:
@@ -212,7 +212,7 @@ def test_a_long_stream_has_plans_of_all_kinds() -> None:
 
 
 def test_numbers_that_run_end_in_rests() -> None:
-    found = check([Case(2, i % 4) for i in range(3)] + [Case(3, i % 4) for i in range(90)])
+    found = check([Case(2, 0)] + [Case(3, i % 4) for i in range(90)])
     assert found[REPLAY] and found[RECORD], found
 
 

@@ -69,9 +69,9 @@ def test_a_program_is_found_without_trying_the_others() -> None:
         step(torch.ones(rows))
     original = Program.known
 
-    def counted(self: Program, leaves: Any) -> Any:
+    def counted(self: Program, *args: Any) -> Any:
         tried.append(id(self))
-        return original(self, leaves)
+        return original(self, *args)
 
     Program.known = counted  # type: ignore[method-assign]
     try:
@@ -361,7 +361,9 @@ def test_of_a_ring_s_programs_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> N
     for i in range(20):
         captured(torch.full((2,), float(i)))
     asked, known = [], Program.known
-    monkeypatch.setattr(Program, "known", lambda self, x: asked.append(self) or known(self, x))
+    monkeypatch.setattr(
+        Program, "known", lambda self, *args: asked.append(self) or known(self, *args)
+    )
     for i in range(20, 26):
         assert captured(torch.full((2,), float(i)))[i % 3] == 4 * i
     assert captured.stats.captures == 3

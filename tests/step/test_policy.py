@@ -36,8 +36,8 @@ def test_a_ledger_pays_from_its_allowance_then_from_calls_and_replays() -> None:
     while ledger.can_pay(RECORDING + BUILDING):
         ledger.pay(RECORDING + BUILDING)
         recordings += 1
-    assert recordings == 3
-    for _ in range(199):
+    assert recordings == 4
+    for _ in range(149):
         ledger.call()
     assert not ledger.can_pay(RECORDING + BUILDING)
     ledger.call()
@@ -322,3 +322,39 @@ def test_the_policy_is_the_same_for_the_same_calls() -> None:
                 policy.ledger.pay(RECORDING)
         assert found[0] == found[1]
     assert one.ledger.balance == other.ledger.balance
+
+
+def test_what_a_program_needs_until_its_first_replay_is_set_aside() -> None:
+    ledger = Ledger(10.0)
+    ledger.owed = lambda: 4.8
+    assert not ledger.can_pay(AUDIT) and ledger.can_pay(5.0)
+    assert ledger.can_pay(9.6, is_owed=True) and not ledger.can_pay(10.1, is_owed=True)
+
+
+def test_a_ring_gets_all_its_programs_before_they_are_audited() -> None:
+    """Each position has a program of its own; while the step saves for them, one of those it has is audited."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ring, at = torch.zeros(4, 8), torch.zeros((), dtype=torch.long)
+
+    def step(x: Tensor) -> Tensor:
+        ring[int(at)] = x[0]
+        at.add_(1).remainder_(4)
+        loss = (model(x).square().mean() + ring.square().mean()) * 1.0
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    captured = fz.capture(step)
+    audits: list[int] = []
+    for i in range(400):
+        captured(torch.randn(4, 8, generator=torch.Generator().manual_seed(i)))
+        if captured.stats.captures < 4:
+            audits = [each.audits for each in captured.core.cache]
+    assert captured.stats.captures == len(captured.programs) == 4
+    assert sum(map(bool, audits)) <= 1
+    before = captured.stats.eager
+    for i in range(40):
+        captured(torch.randn(4, 8, generator=torch.Generator().manual_seed(i)))
+    assert captured.stats.eager == before and captured.stats.audits > 1
