@@ -370,7 +370,9 @@ def _recorded(record: OpRecord, target: Any, args: Any, kwargs: Any) -> Any:
         return None
     if not (_is_same(args, record.args) and _is_same(kwargs, record.kwargs)):
         return None
-    return _recipe_of(record.outputs, dict(record.meta.get("born", ())))
+    found = _recipe_of(record.outputs, dict(record.meta.get("born", ())))
+    # Records have lists, as an op with one result that is a list returns; several results are a tuple.
+    return tuple(found) if type(found) is list and len(target._schema.returns) > 1 else found
 
 
 def _is_same(arg: Any, recorded: Any) -> bool:

@@ -17,6 +17,7 @@ from functionalize.ir.fake_mode import fake_mode
 from functionalize.ir.fakes import Fakes
 from functionalize.ir.ops import TensorRef, geometry_of
 from functionalize.program.metadata import tensors_of
+from functionalize.recorder.recorder import Recorder
 from tests.fsdp.features import FEATURES
 from tests.fsdp.twins import run
 
@@ -92,6 +93,29 @@ def test_a_second_result_is_as_the_first(name: str):
     assert {storage(t) for t in tensors_of(results[1])}.isdisjoint(
         storage(t) for t in tensors_of(results[2])
     )
+
+
+RECORDED = {
+    **{n: CALLS[n] for n in CALLS if n != "itself"},
+    "a tuple": (aten.native_dropout.default, (torch.ones(8, 4), 0.5, True)),
+    "of a reduction": (aten.max.dim, (torch.ones(4, 3), 1)),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_recorded_result_is_as_that_of_the_fake_kernel(name: str):
+    """Its type, and the looks of its tensors: a recording has lists where an op returns a tuple."""
+    target, args = RECORDED[name]
+    with Recorder(True) as recorder:
+        target(*args)
+    (record,) = (each for each in recorder.records if each.target is target)
+    fakes, plain = Fakes(), Fakes()
+    with disable_current_modes(), torch.no_grad():
+        given = torch.utils._pytree.tree_map_only(Tensor, fakes.mode.from_tensor, list(args))
+        found = fakes.run(target, given, {}, record)
+        given = torch.utils._pytree.tree_map_only(Tensor, plain.mode.from_tensor, list(args))
+        wanted = plain.run(target, given, {})
+    assert type(found) is type(wanted) and look(found) == look(wanted)
 
 
 def _again(fake: Any) -> Any:
