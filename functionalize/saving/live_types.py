@@ -1,6 +1,6 @@
 """The types and the namespaces of custom ops that a live step names, which its file may therefore name as well.
 
-    LiveTypes.of(Names(roots), step)       {Output, Batch, ...}, {"mylib"}
+    LiveTypes.of(Names(state), step)       {Output, Batch, ...}, {"mylib"}
 
 Types are those that the code of the step names: as a global or an attribute of a module that is a global, in its
 annotations and in those of its dataclasses; in the methods of the modules that it reaches, a library's too; and the

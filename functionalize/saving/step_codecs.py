@@ -1,4 +1,4 @@
-"""Encodings of the guards, sources and effects of a captured step (see program/json_codec.py).
+"""Encodings of the guards and sources of a captured step (see program/json_codec.py); effects: effect_codecs.py.
 
 Most are written as their fields, with live objects by name. Some guards compare objects by identity: a module's
 children, its hooks (by the keys of its table, which are process-wide counters), parameters. Identities are not
@@ -17,23 +17,20 @@ from typing import Any
 from torch import nn
 
 from functionalize._compat.distributed import dtensor_parts
-from functionalize.calls.draws import DrawnNumber, Draws
 from functionalize.errors import LoadError, SaveError
 from functionalize.fsdp import objects as fsdp
 from functionalize.fsdp import python_state as fsdp_state
 from functionalize.ir.inputs import Call
 from functionalize.program.json_codec import Form, plain_form
 from functionalize.program.program_file import FORMS, attribute_form
+from functionalize.saving.effect_codecs import effect_forms
 from functionalize.saving.fingerprint import hook_names
 from functionalize.saving.object_names import Names
 from functionalize.state import sources
 from functionalize.state import step_guards as guards
 from functionalize.state.alias_guard import SharedGuard
-from functionalize.state.drawing import GeneratorSet, GeneratorState
 from functionalize.state.hyperparameters import HyperparameterNumber, HyperparameterSet
 from functionalize.state.mode_guard import ModeGuard
-from functionalize.state.place_effects import Appended, Assigned, FlagGuard, PlaceNumber
-from functionalize.state.python_state import SurroundingsGuard
 from functionalize.walk.parts import Held, MovedPlace
 
 
@@ -58,8 +55,6 @@ _PLAIN = (
     sources.OptimizerParameter,
     sources.OptimizerState,
 )
-# Effects that are saved or refused by name; all others are calls.
-NAMED_EFFECTS = (Assigned, Appended, Draws, GeneratorSet, HyperparameterSet)
 _NO_CALL = Call((), [])
 
 
@@ -76,20 +71,9 @@ def forms(names: Names, fn: Callable[..., Any]) -> list[Form]:
         Form(Held, lambda held: _save_held(names, held), lambda *v: _load_held(names, *v)),
         Form(MovedPlace, lambda held: _save_held(names, held), lambda *v: _load_moved(names, *v)),
         Form(guards.ModuleGuard, _save_modules, _load_modules),
-        *(
-            Form(kind, _refuse_moving, _never)
-            for kind in (PlaceNumber, Assigned, Appended, FlagGuard)
-        ),
-        Form(DrawnNumber, lambda number: _refuse_draws(number.draws), _never),
-        Form(Draws, _refuse_draws, _never),
-        *(Form(kind, _refuse_generator, _never) for kind in (GeneratorState, GeneratorSet)),
         Form(guards.ParameterGuard, _save_parameters, _load_parameters),
         Form(guards.HyperparameterGuard, _save_hyperparameters, _load_hyperparameters),
-        Form(
-            SurroundingsGuard,
-            lambda guard: (guard.portable(),),
-            lambda saved: SurroundingsGuard.loaded(fn, saved),
-        ),
+        *effect_forms(names, fn),
     ]
 
 
@@ -122,24 +106,6 @@ def _load_held(names: Names, *values: Any) -> Held:
 def _load_moved(names: Names, *values: Any) -> MovedPlace:
     held = _load_held(names, *values)
     return MovedPlace(held.container, held.key)
-
-
-def _never(*values: Any) -> Any:
-    raise LoadError("holds what no file holds, since it is never saved: damaged")
-
-
-def _refuse_moving(value: PlaceNumber | Assigned | Appended | FlagGuard) -> tuple[Any, ...]:
-    raise SaveError(
-        f"reads or changes `{value.name}`, which Python keeps and a file cannot name: keep it outside of the step"
-    )
-
-
-def _refuse_draws(draws: Draws | GeneratorSet) -> tuple[Any, ...]:
-    raise SaveError(f"{draws.what}, a generator that a file cannot name: draw outside of the step")
-
-
-def _refuse_generator(value: GeneratorState | GeneratorSet) -> tuple[Any, ...]:
-    return _refuse_draws(GeneratorSet(value.place))
 
 
 # -- modules ---------------------------------------------------------------------------------------

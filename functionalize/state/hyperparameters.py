@@ -95,6 +95,20 @@ class HyperparameterNumber:
         return number_tensor(self.number(), self.kind, f"`{self.name}`: {self.key}")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupNumber:
+    """A number of a parameter group, or element `index` of a tuple there, that a call has set."""
+
+    group: dict[str, Any]
+    name: str
+    index: int | None
+
+    def now(self) -> Any:
+        """The number now."""
+        value = self.group[self.name]
+        return value if self.index is None else value[self.index]
+
+
 def check_kind(value: Any, kind: type, where: str) -> None:
     """Raise `LookupError` unless a number is of this type. where: its place, for the message."""
     if type(value) is not kind:
@@ -286,14 +300,10 @@ def lifted(optimizers: Optimizers, keys: Collection[Key], recorder: Recorder) ->
 
 def _late(log: ScalarLog, put: _Put, value: Any, effect: Any) -> Any:
     """The late numbers of a hyperparameter that a call has set."""
-    group, name = put.group, put.name
 
     def one(number: Any, index: int | None) -> Any:
-        def now() -> Any:
-            value = group[name]
-            return value if index is None else value[index]
-
         what = f"`{put.key[0]}` group {put.key[1]}: {put.name}"
+        now = GroupNumber(put.group, put.name, index).now
         late = LateNumber(what, now, effect, CapturedTraceback.extract())
         return as_live(log.from_source(late, f"late_{put.name}", number))
 

@@ -241,12 +241,14 @@ class SurroundingsGuard:
         return [[text_of(p), portable(f)] for p, f in found]
 
     @staticmethod
-    def loaded(fn: Callable[..., Any], saved: Sequence[Sequence[str]]) -> SurroundingsGuard:
-        """The guard for saved facts: it fails if a fact differs in this process."""
+    def loaded(
+        fn: Callable[..., Any], saved: Sequence[Sequence[str]], live: LivePlaces = NO_PLACES
+    ) -> SurroundingsGuard:
+        """The guard for saved facts: it fails if a fact differs in this process. live: places that are none."""
         note_optimizer(
             fn
         )  # the hooks on all optimizers are among the facts if the step has called them
-        here = SurroundingsGuard.of(fn, walked(fn))
+        here = SurroundingsGuard.of(fn, walked(fn, live=live))
         found: dict[str, list[str]] = {}
         for path, fact in here.portable():
             found.setdefault(path, []).append(fact)

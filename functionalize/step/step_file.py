@@ -44,11 +44,12 @@ from functionalize.program.known_types import Types
 from functionalize.program.program import Program
 from functionalize.program.program_file import Reader, Runner, Writer, check_replays
 from functionalize.run import RUNNERS
+from functionalize.saving.effect_codecs import NAMED_EFFECTS, check_constants
 from functionalize.saving.fingerprint import fingerprint, mismatch, world
 from functionalize.saving.live_types import LiveTypes
 from functionalize.saving.object_names import Names, check_order
 from functionalize.saving.saved_groups import describe, names_here
-from functionalize.saving.step_codecs import NAMED_EFFECTS, Gone, forms
+from functionalize.saving.step_codecs import Gone, forms
 from functionalize.state.hyperparameters import Key
 from functionalize.step.cache import CachedProgram, ProgramCache
 from functionalize.step.vote import RankVote
@@ -129,9 +130,9 @@ def save_step(path: FilePath, fn: Callable[..., Any], saved: SavedStep) -> None:
 
 
 def _contents(fn: Callable[..., Any], saved: SavedStep) -> tuple[Json, Json, Writer]:
-    roots = walked(fn).roots
+    state = walked(fn)
+    roots, names = state.roots, Names(state)
     check_order(roots)
-    names = Names(roots)
     writer, written = Writer(Encoder(())), dict[int, int]()
     programs, error = [], SaveError("has no program yet: call the step until it is captured")
     for number, (key, cached) in enumerate(saved.programs, 1):
@@ -172,6 +173,8 @@ def _write_program(writer: Writer, key: Hashable, cached: CachedProgram, number:
             raise SaveError(
                 f"{effect.what}, a call that a replay makes again and a file cannot name: make it outside of the step"
             )
+    if cached.python_effects:
+        check_constants(cached.recorded or cached.program, SaveError)
     return {
         "program": writer.program(cached.recorded or cached.program, f"program_{number}"),
         "key": value(key, "the arguments"),
@@ -233,10 +236,10 @@ def load_step(
     types, ops: what the file may name beside what the step itself names (`live_types.py`).
     """
     path = path_of_rank(path)
-    names = Names(walked(fn).roots)
+    names = Names(walked(fn))
     metadata = _together(path, lambda: _checked(path, fn, names))
     _together(path, lambda: _set_up(names, metadata["fsdp"]))
-    names = Names(names.roots)  # now with names for the objects that `_set_up` made
+    names = Names(names.state)  # now with names for the objects that `_set_up` made
     saved: SavedStep = _together(path, lambda: _read(path, names, metadata, fn, types, ops))
     return saved
 
@@ -328,6 +331,8 @@ def _read_program(reader: Reader[Program], code: Json) -> tuple[Hashable, Cached
         "dropped": value(code["dropped"]),
         "python_effects": value(code["python effects"]),
     }
+    if fields["python_effects"]:
+        check_constants(program, LoadError)
     signature, issued = value(code["signature"]), code["issued"]
     if signature is not None and not isinstance(signature, Signature):
         raise LoadError("has an op stream that is none: damaged")

@@ -203,6 +203,7 @@ class PythonState:
     late: modules and optimizers that only attributes that no code names lead to; a replay's walk starts there too.
     live: places whose contents are no facts. slots: path, place, content (of tensors weakly) of those that may be.
     lists: path, place and list of those that code of the step finds by a name.
+    movable: path and place of all of these, and of those that hold nothing yet.
     holders: by id, the objects that determine ops and can be changed, each with its place.
     movers: path -> object and place, of each whose state is read only by changing it.
     shared: ids of objects that more than one path leads to. owners: id of a path -> type of the object there.
@@ -232,6 +233,7 @@ class PythonState:
         self.live = live
         self.slots: list[tuple[Path, Held, Any]] = []
         self.lists: list[tuple[Path, Held, list[Any]]] = []
+        self.movable: list[tuple[Path, Held]] = []
         self.shared: set[int] = set()
         self.holders: dict[int, tuple[Held, Any]] = {}
         self.movers: dict[Path, tuple[Any, Held | None]] = {}
@@ -435,7 +437,8 @@ class PythonState:
 
     def forget_slots(self) -> None:
         """Release what only a recording needs."""
-        self.slots, self.lists, self.owners, self.movers, self.holders = [], [], {}, {}, {}
+        self.slots, self.lists, self.movable = [], [], []
+        self.owners, self.movers, self.holders = {}, {}, {}
 
     def _note_slot(self, holder: Visit, visit: Visit) -> None:
         """Note a place whose content a replay may be able to move."""
@@ -443,10 +446,14 @@ class PythonState:
             self.owners[id(holder.path)] = type(holder.value)
         if visit.place is None or not may_move(holder, visit):
             return
-        if type(visit.value) is list and names_lists(holder.value):
+        is_list = type(visit.value) is list and names_lists(holder.value)
+        lives = may_live(visit.value) or is_live(visit.value)
+        if is_list:
             self.lists.append((visit.path, visit.place, visit.value))
-        if may_live(visit.value) or is_live(visit.value):
+        if lives:
             self.slots.append((visit.path, visit.place, content_of(visit.value)))
+        if is_list or lives or visit.value is None:
+            self.movable.append((visit.path, visit.place))
 
     def _push(self, holder: Visit, part: Part, is_loose: bool = False) -> None:
         place = part.place

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import functionalize as fz
-from functionalize.errors import SaveError, UncapturableError
+from functionalize.errors import UncapturableError
 from tests.step.moving_steps import REFUSED, REPLAYS, STEPS, World, difference
 
 pytestmark = pytest.mark.usefixtures("ample_allowance")
@@ -241,17 +241,6 @@ def test_a_varying_number_that_goes_to_exact_code_stays_guarded() -> None:
         config.value = 1.0 + i
         assert torch.equal(captured(batch(i)), body(batch(i)))
     assert captured.stats.replays == 0
-
-
-def test_a_program_that_moves_state_is_not_saved(tmp_path: Any) -> None:
-    ours = World(STEPS["attribute"], "SGD")
-    captured = fz.capture(ours.step)
-    for i in range(5):
-        captured(batch(i))
-    with pytest.raises(
-        SaveError, match=r"reads or changes `w\.n`, which Python keeps and a file cannot name"
-    ):
-        captured.save(tmp_path / "step.fzp")
 
 
 def test_a_captured_forward_refuses_to_move_state_with_the_line() -> None:

@@ -465,7 +465,7 @@ def test_a_captured_step_is_not_loaded_as_one_program(whole: Path) -> None:
 
 
 def test_every_guard_and_source_has_a_form() -> None:
-    known = {form.kind for form in forms.forms(Names(reach.reachable(lambda: None)), lambda: None)}
+    known = {form.kind for form in forms.forms(Names(reach.walked(lambda: None)), lambda: None)}
     missing = {
         kind.__name__
         for module in (core_guards, core_inputs, guards, sources, fsdp, lifted, reach)
