@@ -18,7 +18,7 @@ from typing import Any
 
 from functionalize.calls.call_arguments import ArgumentForm, CallArguments
 from functionalize.calls.call_log import CallRecorder
-from functionalize.calls.doors import Repeated
+from functionalize.calls.interceptors import Repeated
 from functionalize.ir.inputs import Call
 from functionalize.scalars.live_text import taken
 from functionalize.util.user_stack import is_own
@@ -83,8 +83,8 @@ class Logged:
 
 
 @dataclass(frozen=True, slots=True)
-class LogDoor:
-    """See `Door`. level: of the method's messages; None: its first argument."""
+class LogInterceptor:
+    """See `Interceptor`. level: of the method's messages; None: its first argument."""
 
     level: int | None
 
@@ -151,7 +151,7 @@ def _caller(frame: FrameType, level: Any) -> tuple[str, int, str] | None:
     return None
 
 
-def log_doors() -> Iterator[tuple[str, LogDoor]]:
-    """The methods of `logging.Logger` that log: name, door."""
+def log_interceptors() -> Iterator[tuple[str, LogInterceptor]]:
+    """The methods of `logging.Logger` that log: name, interceptor."""
     for name, level in _LEVELS.items():
-        yield name, LogDoor(level)
+        yield name, LogInterceptor(level)

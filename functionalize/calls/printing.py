@@ -17,7 +17,7 @@ from typing import Any
 
 from functionalize.calls.call_arguments import ArgumentForm, CallArguments
 from functionalize.calls.call_log import CallRecorder
-from functionalize.calls.doors import ORIGINAL, Repeated
+from functionalize.calls.interceptors import ORIGINAL, Repeated
 from functionalize.ir.inputs import Call
 
 
@@ -62,8 +62,8 @@ class Printed:
         print(*args, **keywords)
 
 
-class PrintDoor:
-    """See `Door`."""
+class PrintInterceptor:
+    """See `Interceptor`."""
 
     def repeated(
         self, recording: CallRecorder, frame: FrameType, original: Any, args: Any, keywords: Any

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from functionalize.calls.call_arguments import ArgumentForm, CallArguments
 from functionalize.calls.call_log import CallRecorder, CallTarget
-from functionalize.calls.doors import Repeated
+from functionalize.calls.interceptors import Repeated
 from functionalize.ir.inputs import Call
 from functionalize.scalars.call_sites import drops_result
 from functionalize.util.text import with_article
@@ -66,8 +66,8 @@ class MethodCalled:
 
 
 @dataclass(frozen=True, slots=True)
-class MethodDoor:
-    """See `Door`. what: for messages. detaches: whether the method uses tensors without their history."""
+class MethodInterceptor:
+    """See `Interceptor`. what: for messages. detaches: whether the method uses tensors without their history."""
 
     what: str
     detaches: bool = False
@@ -133,8 +133,8 @@ def bar_class() -> Any:
     return getattr(sys.modules.get("tqdm.std"), "tqdm", None)
 
 
-def methods() -> Iterator[tuple[Any, str, str, MethodDoor]]:
-    """The table of doors: owner, name, what a call does, door."""
+def methods() -> Iterator[tuple[Any, str, str, MethodInterceptor]]:
+    """The table of interceptors: owner, name, what a call does, interceptor."""
     module = sys.modules.get("torch.utils.tensorboard.writer")
     loggers = [getattr(sys.modules.get(name), "LightningModule", None) for name in _MODULES]
     for owner, names, what in (
@@ -145,7 +145,7 @@ def methods() -> Iterator[tuple[Any, str, str, MethodDoor]]:
     ):
         for name in names:
             if owner is not None and name in vars(owner):
-                yield owner, name, what, MethodDoor(what, owner in loggers)
+                yield owner, name, what, MethodInterceptor(what, owner in loggers)
 
 
 def bar_patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]]:

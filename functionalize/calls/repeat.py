@@ -35,7 +35,7 @@ from torch import Tensor
 from functionalize._compat.graphs import pytree
 from functionalize.calls.call_arguments import CallArguments
 from functionalize.calls.call_log import CallRecorder
-from functionalize.calls.doors import Door, Repeated
+from functionalize.calls.interceptors import Interceptor, Repeated
 from functionalize.calls.progress import MethodCalled
 from functionalize.scalars.call_sites import TAKES_TEXT, drops_result
 
@@ -122,8 +122,8 @@ def repeat(
 setattr(RepeatedFunction, TAKES_TEXT, True)
 
 
-class RepeatDoor:
-    """See `Door`."""
+class RepeatInterceptor:
+    """See `Interceptor`."""
 
     def repeated(
         self, recording: CallRecorder, frame: FrameType, original: Any, args: Any, keywords: Any
@@ -146,6 +146,6 @@ class RepeatDoor:
         return recording.calls.end_apart()
 
 
-def repeated_functions() -> tuple[Any, str, str, Door]:
-    """The entry of the table of doors: owner, name, what a call does, door."""
-    return RepeatedFunction, "__call__", WHAT, RepeatDoor()
+def repeated_functions() -> tuple[Any, str, str, Interceptor]:
+    """The entry of the table of interceptors: owner, name, what a call does, interceptor."""
+    return RepeatedFunction, "__call__", WHAT, RepeatInterceptor()

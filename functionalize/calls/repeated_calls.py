@@ -1,4 +1,4 @@
-"""The functions whose calls a replay makes again: owner, name, what a call does, its door."""
+"""The functions whose calls a replay makes again: owner, name, what a call does, its interceptor."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from functionalize.calls.doors import Door
 from functionalize.calls.draws import draw_patches
-from functionalize.calls.logs import log_doors
-from functionalize.calls.printing import PrintDoor
+from functionalize.calls.interceptors import Interceptor
+from functionalize.calls.logs import log_interceptors
+from functionalize.calls.printing import PrintInterceptor
 from functionalize.calls.progress import bar_patches, methods
 from functionalize.calls.repeat import repeated_functions
-from functionalize.calls.schedulers import SchedulerDoor, scheduler_patches, stepping_classes
+from functionalize.calls.schedulers import SchedulerInterceptor, scheduler_patches, stepping_classes
 
 
-def repeated_calls() -> Iterator[tuple[Any, str, str, Door]]:
+def repeated_calls() -> Iterator[tuple[Any, str, str, Interceptor]]:
     """The table."""
-    yield builtins, "print", "prints", PrintDoor()
+    yield builtins, "print", "prints", PrintInterceptor()
     for kind in stepping_classes():
-        yield kind, "step", "steps a scheduler", SchedulerDoor()
-    for name, door in log_doors():
-        yield logging.Logger, name, "logs", door
+        yield kind, "step", "steps a scheduler", SchedulerInterceptor()
+    for name, interceptor in log_interceptors():
+        yield logging.Logger, name, "logs", interceptor
     yield from methods()
     yield repeated_functions()
 

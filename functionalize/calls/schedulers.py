@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from functionalize._compat.stacks import CapturedTraceback
 from functionalize.calls.call_arguments import ArgumentForm, CallArguments
 from functionalize.calls.call_log import CallRecorder, CallTarget
-from functionalize.calls.doors import Repeated
+from functionalize.calls.interceptors import Repeated
 from functionalize.calls.late_numbers import LateNumber
 from functionalize.cost.categories import Category
 from functionalize.ir.inputs import Call
@@ -65,8 +65,8 @@ class SchedulerStepped:
         self.original(self.scheduler, *args, **keywords)
 
 
-class SchedulerDoor:
-    """See `Door`."""
+class SchedulerInterceptor:
+    """See `Interceptor`."""
 
     def repeated(
         self, recording: CallRecorder, frame: FrameType, original: Any, args: Any, keywords: Any

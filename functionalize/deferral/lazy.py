@@ -25,7 +25,7 @@ import torch
 
 from functionalize._compat.dispatch import current_modes
 from functionalize.deferral.calls import LazyModule, LazyOptimizer
-from functionalize.deferral.doors import DOORS
+from functionalize.deferral.interceptors import INTERCEPTORS
 from functionalize.deferral.mode import LazyMode
 from functionalize.deferral.runs import Kind, Runs
 from functionalize.errors import PassError
@@ -65,9 +65,9 @@ class Lazy:
                 return self
             self._mode.__enter__()
             self._is_on = True
-            DOORS.install()
+            INTERCEPTORS.install()
         except BaseException:
-            self._leave(DOORS.active and self._is_on)
+            self._leave(INTERCEPTORS.active and self._is_on)
             raise
         return self
 
@@ -85,11 +85,11 @@ class Lazy:
         finally:
             self._leave(True)
 
-    def _leave(self, has_doors: bool) -> None:
+    def _leave(self, has_interceptors: bool) -> None:
         self._depth, was_on, self._is_on = 0, self._is_on, False
         try:
-            if has_doors:
-                DOORS.remove()
+            if has_interceptors:
+                INTERCEPTORS.remove()
         finally:
             if was_on:
                 self._mode.__exit__(None, None, None)

@@ -7,7 +7,7 @@
 
 An op that runs at once runs after the pending ops if it reads what they write, or writes what they use. So collectives
 run in the order of the program on every rank, wherever each rank looks at a tensor, and generators move as in eager.
-Invariant: whoever reads a storage outside of torch's dispatcher goes through `doors.py`, or is outside of the block.
+Invariant: whoever reads a storage outside of the dispatcher goes through `interceptors.py`, or is outside of the block.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ import torch
 
 from functionalize._compat.dispatch import DISPATCH_CODE, DISPATCH_GLOBALS, dispatched_to
 from functionalize.calls.clocks import CLOCKS, CONVERSIONS, clock_text
-from functionalize.calls.doors import Cause, Doors
+from functionalize.calls.interceptors import Cause, Interceptors
 from functionalize.calls.repeated_calls import repeated_calls, state_patches
 from functionalize.recorder.checks import Checks
 from functionalize.util.packages import is_installed_file, is_standard_file
@@ -358,19 +358,19 @@ def _stream_text(stream: Any) -> str | None:
 
 def patches(recordings: Recordings, recorders: Callable[[], list[Any]]) -> Iterator[Patch]:
     """(owner, name, replacement). recordings: returns the checks of this thread's recordings; recorders: these."""
-    doors = Doors(recorders, _of_the_step)
-    for owner, name, what, door in repeated_calls():
+    interceptors = Interceptors(recorders, _of_the_step)
+    for owner, name, what, interceptor in repeated_calls():
         original = getattr(owner, name, None)
         if original is not None:
-            yield owner, name, doors.door(original, what, door)
+            yield owner, name, interceptors.interceptor(original, what, interceptor)
     yield from state_patches(recorders)
-    for owner, name, what in _doors():
+    for owner, name, what in _functions_with_effects():
         original = getattr(owner, name, None)
         if original is not None:
-            yield owner, name, _door(recordings, original, what)
+            yield owner, name, _noting(recordings, original, what)
 
 
-def _doors() -> Iterator[tuple[Any, str, str]]:
+def _functions_with_effects() -> Iterator[tuple[Any, str, str]]:
     """(owner, name, what it does)."""
     yield logging.Handler, "handle", "logs"
     yield threading.Thread, "start", "starts a thread"
@@ -391,8 +391,8 @@ def _doors() -> Iterator[tuple[Any, str, str]]:
                     yield stream, method, f"writes to sys.{name}"
 
 
-def _door(recordings: Recordings, original: Any, what: str) -> Any:
-    def door(*args: Any, **kwargs: Any) -> Any:
+def _noting(recordings: Recordings, original: Any, what: str) -> Any:
+    def noting(*args: Any, **kwargs: Any) -> Any:
         _note(recordings, sys._getframe(1), what)
         inside = list(recordings())
         for checks in inside:
@@ -403,5 +403,5 @@ def _door(recordings: Recordings, original: Any, what: str) -> Any:
             for checks in inside:
                 checks.in_effect -= 1
 
-    door.__doc__ = original.__doc__
-    return door
+    noting.__doc__ = original.__doc__
+    return noting

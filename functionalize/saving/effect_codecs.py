@@ -22,8 +22,8 @@ from typing import Any
 
 from functionalize._compat.graphs import pytree
 from functionalize.calls.call_arguments import ArgumentForm, LateLeaf, TextLeaf, TextPart
-from functionalize.calls.doors import ORIGINAL
 from functionalize.calls.draws import DrawnNumber, Draws
+from functionalize.calls.interceptors import ORIGINAL
 from functionalize.calls.late_numbers import LateNumber, LateRead, LateValue
 from functionalize.calls.logs import Logged, SilentFact
 from functionalize.calls.printing import Printed, PrintFact, StreamFact

@@ -1,13 +1,13 @@
 """Replaced functions whose calls a replay makes again: while a step is recorded, a call is noted with its arguments.
 
-    door = Doors(recorders, step_of).door(builtins.print, "prints", PrintDoor())
+    interceptor = Interceptors(recorders, step_of).interceptor(builtins.print, "prints", PrintInterceptor())
 
 A call of the step runs with plain numbers, unrecorded. If a replay could not make it again, it runs as it is, and the
 step is refused by name.
 
-Note [The file of a door]
+Note [The file of an interceptor]
 `logging` and `warnings` name the line that calls them: the first frame outside of themselves, and outside of frames of
-Python's import system. A door's code claims to be such a frame, so that they name the line of the user.
+Python's import system. An interceptor's code claims to be such a frame, so that they name the line of the user.
 
 Invariants: a call has its effects once, returns what it returns, and raises what it raises. Calls inside of a call that
 is noted are a part of it. A call that a replay has made, and whose step runs again, is only noted: it returns None.
@@ -47,7 +47,7 @@ class Repeated(NamedTuple):
     arguments: CallArguments
 
 
-class Door(Protocol):
+class Interceptor(Protocol):
     """What is particular about one function."""
 
     def repeated(
@@ -57,8 +57,11 @@ class Door(Protocol):
         ...
 
 
-class Doors:
-    """Makes doors. recorders: returns the recorders of this thread. step_of: see `effects.py`, Note [Whose effect]."""
+class Interceptors:
+    """Makes interceptors.
+
+    recorders: returns the recorders of this thread. step_of: see `effects.py`, Note [Whose effect].
+    """
 
     def __init__(
         self,
@@ -67,11 +70,11 @@ class Doors:
     ) -> None:
         self._recorders, self._step_of = recorders, step_of
 
-    def door(self, original: Any, what: str, of: Door) -> Any:
+    def interceptor(self, original: Any, what: str, of: Interceptor) -> Any:
         """A replacement of `original`. what: for messages, "prints"."""
         begin = self._begin
 
-        def door(*args: Any, **kwargs: Any) -> Any:
+        def interceptor(*args: Any, **kwargs: Any) -> Any:
             call = begin(sys._getframe(1), original, what, of, args, kwargs)
             try:
                 result = None if call.was_made else original(*call.args, **call.keywords)
@@ -81,16 +84,16 @@ class Doors:
             call.end(None)
             return result
 
-        assert isinstance(door, FunctionType)
-        door.__code__ = door.__code__.replace(co_filename=_TRANSPARENT)
-        door.__name__ = getattr(original, "__name__", "door")
-        door.__doc__ = original.__doc__
-        setattr(door, TAKES_TEXT, True)
-        setattr(door, ORIGINAL, original)
-        return door
+        assert isinstance(interceptor, FunctionType)
+        interceptor.__code__ = interceptor.__code__.replace(co_filename=_TRANSPARENT)
+        interceptor.__name__ = getattr(original, "__name__", "interceptor")
+        interceptor.__doc__ = original.__doc__
+        setattr(interceptor, TAKES_TEXT, True)
+        setattr(interceptor, ORIGINAL, original)
+        return interceptor
 
     def _begin(
-        self, frame: FrameType, original: Any, what: str, of: Door, args: Any, keywords: Any
+        self, frame: FrameType, original: Any, what: str, of: Interceptor, args: Any, keywords: Any
     ) -> _Call:
         recorders = self._recorders()
         found = [r for r in recorders if r.checks.for_real and not r.checks.in_effect]
@@ -115,7 +118,7 @@ class Doors:
 
 
 class _Call:
-    """A call that goes through a door."""
+    """A call that goes through an interceptor."""
 
     def __init__(self, args: Any, keywords: Any, recorders: list[Any]) -> None:
         self.args, self.keywords = args, keywords

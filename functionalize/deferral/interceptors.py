@@ -215,4 +215,4 @@ def _patches() -> Iterator[Patch]:
     yield from _IMPORTERS.of(replaced)
 
 
-DOORS = Patches(_patches)
+INTERCEPTORS = Patches(_patches)
