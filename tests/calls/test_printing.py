@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import functionalize as fz
-from functionalize.errors import SaveError, UncapturableError
+from functionalize.errors import UncapturableError
 from tests.ranks import run_on_ranks
 
 from .twins import batch, compared, refused, replayed
@@ -398,12 +398,6 @@ def between_updates(loss: Tensor, twin: Any) -> None:
 @pytest.mark.parametrize("options", [{"passes": "default"}, {"memory": True}, {"passes": ()}])
 def test_tensors_have_the_contents_that_they_have_at_the_print(options: dict[str, Any]) -> None:
     replayed(between_updates, capture=options)
-
-
-def test_a_program_with_prints_is_not_saved(tmp_path: Any) -> None:
-    captured = compared(several)
-    with pytest.raises(SaveError, match="it prints, a call that a replay makes again and a file"):
-        captured.save(tmp_path / "step.fzp")
 
 
 def prints_on_rank_0(seed: int) -> tuple[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 import zipfile
@@ -13,19 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import functionalize as fz
 from functionalize.errors import LoadError, SaveError
 from tests.allowance import ample_allowance
 from tests.step.moving_steps import REFUSED, STEPS, World, difference
+from tests.step.saved_loops import CALLS, Loop, batch, logs, prints, schedules
 
-log = logging.getLogger("tests.saved_effects")
 BEFORE, AFTER = 6, 5
-
-
-def batch(i: int) -> Tensor:
-    return torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
 
 
 def continued(make: Callable[[], Any], path: Path) -> tuple[Any, Any, Any]:
@@ -60,67 +55,6 @@ def test_a_step_that_moves_state(name: str, tmp_path: Path) -> None:
 # -- calls -----------------------------------------------------------------------------------------
 
 
-class Loop:
-    """A loop that counts, schedules, prints and logs. calls: what a step does at its end."""
-
-    def __init__(self, calls: Callable[[Any, Tensor], Any], kind: str = "cosine") -> None:
-        torch.manual_seed(0)
-        self.model, self.calls, self.n = nn.Linear(3, 2), calls, 0
-        self.losses: list[float] = []
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.01)
-        schedulers: dict[str, Any] = {
-            "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 30),
-            "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=1),
-            "sequence": lambda o: torch.optim.lr_scheduler.SequentialLR(
-                o,
-                [
-                    torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=7),
-                    torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
-                ],
-                [7],
-            ),
-        }
-        self.scheduler = schedulers[kind](self.optimizer)
-
-    def step(self, x: Tensor) -> Any:
-        self.optimizer.zero_grad()
-        loss = self.model(x).square().mean()
-        loss.backward()
-        self.optimizer.step()
-        self.n += 1
-        self.calls(self, loss.detach())
-        return loss.detach()
-
-
-def prints(loop: Loop, loss: Tensor) -> None:
-    print("step", loop.n, f"{loss.item():.4f}", "%.3e" % loss.item(), loss, sep=" | ")  # noqa: UP031
-    print(f"{loop.n:>5}", file=sys.stderr, flush=True)
-
-
-def logs(loop: Loop, loss: Tensor) -> None:
-    log.warning("step %d: %s", loop.n, loss.item(), extra={"at": loop.n})
-    log.debug("not logged: %s", loss.item())
-
-
-def schedules(loop: Loop, loss: Tensor) -> None:
-    loop.scheduler.step()
-    print(loop.scheduler.get_last_lr()[0], loop.optimizer.param_groups[0]["lr"] * 2)
-
-
-def schedules_by_the_loss(loop: Loop, loss: Tensor) -> None:
-    loop.scheduler.step(loss.item())
-    loop.losses.append(loss.item())
-
-
-CALLS: dict[str, tuple[Any, str]] = {
-    "print": (prints, "cosine"),
-    "logging": (logs, "cosine"),
-    "a scheduler": (schedules, "cosine"),
-    "several schedulers": (schedules, "sequence"),
-    "a scheduler that gets the loss": (schedules_by_the_loss, "plateau"),
-}
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_a_step_that_calls(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
@@ -146,7 +80,7 @@ SCRIPT = """
 import sys
 import torch
 import functionalize as fz
-from tests.step.test_saved_effects import CALLS, Loop, batch, schedules
+from tests.step.saved_loops import Loop, batch, schedules
 
 loop = Loop(schedules)
 step = fz.capture(loop.step, audit=False)
