@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import re
 import types
+import weakref
+from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -67,6 +69,23 @@ _CHANGING = (
     ("hooks on", (*_HOOKS, "register_hook", "register_post_accumulate_grad_hook", "remove")),
     ("parameter groups", ("add_param_group",)),
 )
+
+
+@dataclass(slots=True)
+class Filled:
+    """A deque to which a call has added elements, and which takes so many and no more. size: before the call."""
+
+    name: str
+    ring: weakref.ref[deque[Any]]
+    size: int
+
+    def goes_on(self) -> str | None:
+        """At the next call: why it will add more, as the one before did, or None."""
+        ring = self.ring()
+        if ring is None or ring.maxlen is None or not self.size < len(ring) < ring.maxlen:
+            return None
+        self.size = len(ring)
+        return f"fills `{self.name}`, which holds {self.size} of {ring.maxlen} elements"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,6 +164,15 @@ class SurroundingsGuard:
             return self
         probes.watched(facts)
         return SameObjects(probes)
+
+    def filled(self) -> list[Filled]:
+        """The deques that hold more elements than at the walk, and take so many and no more."""
+        found = ((path, ring(), ring, size) for path, ring, size in self.state.rings)
+        return [
+            Filled(text_of(path), ring, size)
+            for path, items, ring, size in found
+            if items is not None and len(items) > size
+        ]
 
     def change(self, call: Call, explained: Container[int] = ()) -> str | None:
         """A change that the step itself made and a replay would not; None without one.

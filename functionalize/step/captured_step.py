@@ -529,6 +529,8 @@ class CapturedStep:
         core, cache, rest = self.core, self.core.cache, self.core.policy.rest
         if not core.records_missed:
             return why
+        if (filling := self._filling(key)) is not None:
+            return filling
         if cache.is_hurried or rest.takes_call():
             return RESTS
         if cache.thrashing or rest.goes_on(self.stats.replays + self.stats.audits):
@@ -541,6 +543,12 @@ class CapturedStep:
             return _VAIN.format(why)
         most = MAX_WARMUPS if core.has_settled else MOST_WARMUPS
         return core.unsettled.why(why) if core.unsettled.skips(why, most) else None
+
+    def _filling(self, key: Hashable) -> str | None:
+        """Why a recording of this call would not be kept, since it adds to a deque that is not full yet; or None."""
+        previous = self._previous(key)
+        going_on = [each.goes_on() for each in previous.filled] if previous is not None else ()
+        return next(filter(None, going_on), None)
 
     def _rests(self) -> bool:
         """Whether the step rests, and asks no program: then a call costs nothing beyond eager."""

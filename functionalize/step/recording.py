@@ -59,6 +59,7 @@ from functionalize.state.dropped_gradients import droppable
 from functionalize.state.hyperparameters import liftable
 from functionalize.state.moving_state import Moves
 from functionalize.state.python_effects import check_leaves
+from functionalize.state.python_state import Filled
 from functionalize.state.sources import Gradient
 from functionalize.step.step_state import EntryState, ExitState, kept_objects, state_around
 from functionalize.util.structure import is_stateful, objects_inside
@@ -85,6 +86,7 @@ class RecordingSummary:
     moved: places in Python that this recording, or one before it, has moved. is_live: whether its numbers were live.
     seen: how this recording and those before it have moved places, see Note [What moves alike].
     changed: the name of what the step changed and a replay would not, if it has one. clock: the one that it read.
+    filled: deques that the step fills, and that will be full at some call.
     """
 
     identities: list[Any]
@@ -96,6 +98,7 @@ class RecordingSummary:
     changed: tuple[str, ...] = ()
     clock: str | None = None
     has_ops: bool = True
+    filled: tuple[Filled, ...] = ()
 
     def differs(self, identities: list[Any]) -> bool:
         """Whether a later recording read other tensors. Of tensors in variables a run without ops shows no reads."""
@@ -192,6 +195,7 @@ class StepRecording:
             tuple(_NAMED.findall(self.exit.changed or "")[:1]),
             self.recorder.checks.own_clock,
             self.recorder.started,
+            tuple(self.exit.filled),
         )
 
     # -- is it the steady state? -----------------------------------------------------------------
@@ -285,6 +289,8 @@ class StepRecording:
         if changed is None or previous is None or not found or tuple(found) != previous.changed:
             return None
         if hyper is not None and hyper.wanted:  # these are live in the next recording
+            return None
+        if any(each.name == found[0] for each in self.exit.filled):  # it will be full
             return None
         known = self.entry.moving.live.values.keys()
         if (

@@ -36,7 +36,7 @@ from functionalize.state.hyperparameters import Key, liftable
 from functionalize.state.mode_guard import ModeGuard
 from functionalize.state.moving_state import MovingPlaces, moved, with_live_places
 from functionalize.state.python_effects import PythonEffect, flatten_left, unrepeatable
-from functionalize.state.python_state import ObservedState, SurroundingsGuard
+from functionalize.state.python_state import Filled, ObservedState, SurroundingsGuard
 from functionalize.state.sources import (
     GroupTensor,
     Inner,
@@ -311,6 +311,7 @@ class ExitState:
     has_grad_fn: for each leaf of the result, whether it has an autograd history.
     changed: a change that a replay would not repeat; None: there is none.
     moved: if there is one, the places that the step has moved and a replay may be able to move.
+    filled: if there is one, the deques to which the step has added elements, and which take so many and no more.
     python_effects: what a replay repeats in Python, see `state/python_effects.py`. values: one for each.
     on_entry: the tensors that were at places which the step moves, by their ids, with the places of each.
     """
@@ -322,6 +323,7 @@ class ExitState:
     has_grad_fn: list[bool]
     changed: str | None
     moved: LivePlaces = NO_PLACES
+    filled: list[Filled] = field(default_factory=list)
     python_effects: list[PythonEffect] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     on_entry: dict[int, list[MovedPlace]] = field(default_factory=dict)
@@ -374,6 +376,7 @@ class ExitState:
             has_grad_fn,
             changed,
             places,
+            entry.python_state.filled() if changed is not None else [],
             repeated,
             values,
             were,

@@ -38,6 +38,7 @@ CARRIED = (
 # What to do instead, at the end of messages.
 OUTSIDE = ": do so outside the step"
 MORE_ITEMS = ": append to it alone, and read it outside the step; a replay appends, too"
+NO_BOUND = ": give it a bound (`deque(maxlen=n)`): a replay moves the elements of one that is full"
 FEWER_ITEMS = ": take items outside the step, and pass the step what it needs as an argument"
 KEPT_OBJECT = ": keep one object, and assign to its attributes or items"
 NEXT_OUTSIDE = ": call `next()` outside the step, and pass the step what it gives as an argument"
@@ -91,6 +92,8 @@ def advice_on(fact: Any, was: Any = None, owner: type | None = None) -> str:
         return NEXT_OUTSIDE
     if _is_list(fact) and _is_list(was):
         return FEWER_ITEMS if fact[1] < was[1] else MORE_ITEMS
+    if _is_deque(fact) and _is_deque(was) and fact[1] > was[1] and fact[2] is None:
+        return NO_BOUND
     advice: str = getattr(fact, "advice", "")
     return advice or OUTSIDE
 
@@ -99,6 +102,12 @@ def _is_list(fact: Any) -> bool:
     """Whether a fact is the number of elements of a list, and more."""
     is_counted = isinstance(fact, tuple) and len(fact) > 1 and isinstance(fact[0], type)
     return is_counted and issubclass(fact[0], list) and isinstance(fact[1], int)
+
+
+def _is_deque(fact: Any) -> bool:
+    """Whether a fact is the number of elements of a deque, and the most that it takes."""
+    is_counted = isinstance(fact, tuple) and len(fact) == 3 and isinstance(fact[0], type)
+    return is_counted and issubclass(fact[0], deque) and isinstance(fact[1], int)
 
 
 def draws_text(name: str, mover: Any) -> str:

@@ -72,7 +72,8 @@ class Owner:
         self.table: dict[Any, Any] = {}
         self.names: set[float] = set()
         self.queue: queue.Queue[float] = queue.Queue()
-        self.recent: collections.deque[float] = collections.deque(maxlen=3)
+        self.recent: collections.deque[float] = collections.deque()
+        self.bounded: collections.deque[float] = collections.deque(maxlen=3)
         self.latest = [1.0, 1.0]
         self.text = ""
         self.note, self.mask = Note(), torch.ones(3, 4)
