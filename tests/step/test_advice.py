@@ -503,6 +503,7 @@ ROWS = (
         r"`o\.recent` is a deque of 2, was a deque of 1",
         r"give it a bound \(`deque\(maxlen=n\)`\)",
         _bounded,
+        first=5,
     ),
     Row(
         _text_grows,
