@@ -59,6 +59,7 @@ _HOOKS = (
     "register_full_backward_pre_hook",
 )
 _MOST_LINES = 3  # of the code that changes something, in a message
+_ELEMENT = re.compile(r"_\d+$")
 _NAMES = re.compile(r"[^.\[\]'\"]+")  # of a path: `model.0.weight`, `args[0]['labels']`
 # What a message about a change says, and the attributes and methods by which code makes such a change.
 _CHANGING = (
@@ -249,6 +250,10 @@ class SurroundingsGuard:
         """ "changed" or "used", and the lines that do so. is_moved: whether reads move it."""
         codes, (first, *rest) = self.state.names.codes, _NAMES.findall(name) or [name]
         last, *holders = [each for each in reversed(rest) if not each.isdigit()] or [first]
+        if (
+            held := _ELEMENT.sub("", last)
+        ) != last:  # an input that is an element of what an attribute holds
+            holders = [held, *holders]
         if lines := lines_of_changes(codes, last):
             return "changed", lines
         if is_moved and (lines := lines_of_uses(codes, last)):

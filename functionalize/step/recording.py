@@ -71,7 +71,7 @@ from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.parts import Held, Is
 from functionalize.walk.roots import Roots
 
-_NAMED = re.compile(r"`([^`]+)`(?: has (?:\w+) = )?")
+_NAMED = re.compile(r"`([^`]+)`(?: has (\w+) = )?")
 _MOST_SEEN = 64
 _MOST_REASONS = 3  # in a message
 
@@ -192,7 +192,7 @@ class StepRecording:
             places,
             self.recorder.live,
             seen[:_MOST_SEEN],
-            tuple(_NAMED.findall(self.exit.changed or "")[:1]),
+            _names_in(self.exit.changed)[:1],
             self.recorder.checks.own_clock,
             self.recorder.started,
             tuple(self.exit.filled),
@@ -285,8 +285,8 @@ class StepRecording:
                     "state (a clock?), which a replay cannot know: pass the number as an argument"
                     f"{self._origin(whats)}"
                 )
-        found, hyper = _NAMED.findall(changed or "")[:1], self.recorder.calls.hyperparameters
-        if changed is None or previous is None or not found or tuple(found) != previous.changed:
+        found, hyper = _names_in(changed)[:1], self.recorder.calls.hyperparameters
+        if changed is None or previous is None or not found or found != previous.changed:
             return None
         if hyper is not None and hyper.wanted:  # these are live in the next recording
             return None
@@ -306,8 +306,11 @@ class StepRecording:
 
     def _origin(self, change: str) -> str:
         """The lines that make a change, after the text about it."""
-        found = _NAMED.findall(change)[:1]
-        return self.entry.python_state.origin(found[0], change) if found else ""
+        found = _NAMED.search(change)
+        if found is None:
+            return ""
+        name = ".".join(filter(None, found.group(1, 2)))  # `model` has n = 2: `model.n`
+        return self.entry.python_state.origin(name, change)
 
     def _where(self, wanted: Callable[[OpRecord], bool]) -> str:
         for record in self.recorder.records:
@@ -472,3 +475,8 @@ def _is_changeable(value: Any, known: Container[int]) -> bool:
     array = kind.__module__ == "numpy" and kind.__name__ == "ndarray"
     is_mutable = array or kind in (set, bytearray, types.SimpleNamespace)
     return is_mutable and id(value) not in known
+
+
+def _names_in(text: str | None) -> tuple[str, ...]:
+    """The names in a text."""
+    return tuple(each.group(1) for each in _NAMED.finditer(text or ""))

@@ -67,7 +67,7 @@ from functionalize.util.reading import is_a
 from functionalize.util.structure import KeptObject
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.walk.code_uses import is_only_stored
-from functionalize.walk.fact_text import OUTSIDE
+from functionalize.walk.fact_text import OUTSIDE, in_forward
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.parts import Held, MovedPlace
 from functionalize.walk.roots import Roots
@@ -255,6 +255,11 @@ class EntryState:
         modes: whether the modes of modules, training or evaluation, count. explained: ids of generators that a replay
         moves alike.
         """
+        found = self._change(modes, explained)
+        outside = self.python_state.state.hooks_run_outside
+        return in_forward(found) if found is not None and outside else found
+
+    def _change(self, modes: bool, explained: Container[int]) -> str | None:
         call = Call(self.leaves, [])
         for each in (*self.fixed, *self.arguments, *self.inside):
             if (change := each.change(call)) is not None:

@@ -46,6 +46,18 @@ HELD_TOO = "that something else holds, too, where a replay would make another on
 COMPUTED = ": compute it of what was there (`n + 1`), or keep it in an attribute of its own"
 WRITE_INTO = ": write into it (`with torch.no_grad(): tensor.copy_(new)`)"
 
+# The same of a captured forward: a backward that no program covers runs it again, and would move them twice.
+_IN_FORWARD = f"{WRITE_INTO}, or capture the whole step: a captured forward (`backward=True`) puts no other tensor there"
+
+
+def in_forward(change: str) -> str:
+    """The text about a change that a captured forward has made, with advice that holds for one."""
+    for advice in (CARRIED, WRITE_INTO):
+        if advice in change:
+            return change.replace(advice, _IN_FORWARD)
+    return change
+
+
 Path = tuple[Any, ...]  # (path of the holder, name there); () is the step itself
 
 
