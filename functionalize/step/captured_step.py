@@ -831,8 +831,8 @@ class CapturedStep:
             recorder.scalar_log.plain_reads = self._plain_reads
         varying, outside = self.core.varying, self.core.hooks_run_outside
         places = self._places(call, recorder.live)
-        has_vote = self.core.vote is not None or self.core.options.compares
-        meets_as = None if has_vote or outside or in_world() else self.core.name
+        is_alone = self.core.vote is not None or outside or in_world()
+        meets_as = None if is_alone else self.core.name
         try:
             run = record(self.core.fn, call, recorder, varying, outside, places, meets_as)
         except Exception as error:
