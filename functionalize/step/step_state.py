@@ -157,7 +157,7 @@ class EntryState:
         places = Places.now(roots, leaves, found, recorder.storages, state.live)
         if asks_nodes:
             recorder.checks.outside = made_outside(roots, leaves)
-        moving = MovingPlaces.of(state)
+        moving = MovingPlaces.of(state, leaves)
         moving.bring_in(places, recorder)
         fsdp = FSDPState.now(roots.states().values())
         deaths: dict[int, int] = {}

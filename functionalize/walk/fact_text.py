@@ -27,7 +27,7 @@ PLAIN = frozenset(
     {*NUMBERS, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range}
 )
 
-_MOVED = (int, float, bool)
+_MOVED = (int, float, bool, str)
 # Of tensors in a list, a dict or another object that the step replaces by one with other tensors. A replay makes
 # no such object anew, since what else holds it would not see later changes.
 CARRIED = (
@@ -44,10 +44,11 @@ KEPT_OBJECT = ": keep one object, and assign to its attributes or items"
 NEXT_OUTSIDE = ": call `next()` outside the step, and pass the step what it gives as an argument"
 HELD_TOO = "that something else holds, too, where a replay would make another one"
 COMPUTED = ": compute it of what was there (`n + 1`), or keep it in an attribute of its own"
+OWN_TEXTS = ": make it outside the step; a replay puts no texts there but those that code of the step writes out"
 WRITE_INTO = ": write into it (`with torch.no_grad(): tensor.copy_(new)`)"
 
 # The same of a captured forward: a backward that no program covers runs it again, and would move them twice.
-_IN_FORWARD = f"{WRITE_INTO}, or capture the whole step: a captured forward (`backward=True`) puts no other tensor there"
+_IN_FORWARD = f"{WRITE_INTO}, or capture the whole step: a captured forward (`backward=True`) puts no other one there"
 
 
 def in_forward(change: str) -> str:

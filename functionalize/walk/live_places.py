@@ -46,7 +46,10 @@ from functionalize.walk.parts import (
 from functionalize.walk.unread import is_observable
 
 LIVE_NUMBERS = frozenset({int, float})  # not bool, and no subclass
-_MOVED = LIVE_NUMBERS | {bool}
+FIXED = frozenset(
+    {bool, str}
+)  # what a program has as constants, with guards on what was there on entry
+_MOVED = LIVE_NUMBERS | FIXED
 _TABLES = frozenset({dict, OrderedDict, defaultdict, Counter})
 _RINGS = frozenset({list, deque})  # elements by position, which a step may change in place
 _NAMESPACES = frozenset({argparse.Namespace, types.SimpleNamespace})
@@ -81,7 +84,7 @@ Keys = tuple[Any, ...]  # that lead from a container to something in it
 class LivePlaces:
     """values: places of numbers and tensors, by `Held.place`. lists: lists that code only appends to, by id.
 
-    numbers: for places of bundles, by `Held.place`: the keys that lead to each number or flag in them that moves.
+    numbers: for places of bundles, by `Held.place`: the keys that lead to each number, flag or text in them that moves.
     Never changed. It keeps the containers alive, so that their ids are not reused.
     """
 
@@ -205,7 +208,7 @@ def is_absent(value: Any) -> bool:
 
 
 def may_live(value: Any) -> bool:
-    """Whether a replay can move a value: a number, a flag, a tensor or a bundle."""
+    """Whether a replay can move a value: a number, a flag, a text, a tensor or a bundle."""
     return type(value) in _MOVED or issubclass(type(value), Tensor) or is_bundle(value)
 
 
@@ -253,7 +256,7 @@ def _bound_of(value: Any) -> Iterator[Hashable]:
 
 
 def numbers_between(was: Any, now: Any, keys: Keys = ()) -> Iterator[Keys]:
-    """The keys that lead to each number or flag in which two structures differ, of one type in both."""
+    """The keys that lead to each number, flag or text in which two structures differ, of one type in both."""
     if was == now or not (type(was) is type(now) is tuple and was[0] is now[0]):
         return
     kind, inner = was
@@ -545,7 +548,8 @@ def state_numbers(optimizer: torch.optim.Optimizer, live: LivePlaces) -> list[tu
 def may_move(holder: Visit, visit: Visit) -> bool:
     """Whether a replay may assign what the step assigns to a place of `holder`.
 
-    Of a module or an optimizer no flags: `training` is state of modules. Of an object of a library integers and flags.
+    Of a module or an optimizer no flags and texts: `training` is state of modules. Of an object of a library integers
+    and flags.
     """
     owner: Any = holder.value
     if type(owner) is types.MethodType:
@@ -554,7 +558,7 @@ def may_move(holder: Visit, visit: Visit) -> bool:
     if visit.moving is not None or not is_writable(visit.place):
         return False
     if issubclass(kind, (nn.Module, torch.optim.Optimizer)):
-        is_known = what is not bool
+        is_known = what not in FIXED
     elif issubclass(kind, Tensor):  # what a script has left on it
         is_known = True
     else:

@@ -472,6 +472,8 @@ class PythonState:
             if kind is None and not is_loose and self._is_live_list(part.value):
                 kind = list
             if kind is not None and visit.moving is None:
+                if kind is str and not self._is_replay:
+                    self.names.add_format(part.value)
                 return self._note(visit, ("kind", kind))
             (self._queue if visit.moving is None else self._moved).append(visit)
         elif not self._is_replay:

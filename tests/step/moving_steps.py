@@ -816,6 +816,30 @@ def list_that_is_read(w: World) -> Step:
     return step
 
 
+@replays(5)
+def text_that_alternates(w: World) -> Step:
+    w.phase = "warm"
+
+    def step(x: Tensor) -> Any:
+        loss = w.train(x).detach() * (2 if w.phase == "warm" else 3)
+        w.phase = "hot" if w.phase == "warm" else "warm"
+        return loss
+
+    return step
+
+
+@refused(r"`w.label` is 'call \d', was 'call \d'", 3)
+def text_that_is_computed(w: World) -> Step:
+    w.label = "call 0"
+
+    def step(x: Tensor) -> Any:
+        w.n += 1
+        w.label = f"call {w.n}"
+        return w.train(x).detach()
+
+    return step
+
+
 @refused(r"`w.recent` is a deque of 2, was a deque of 1: give it a bound \(`deque\(maxlen=n\)`\)")
 def deque_without_bound(w: World) -> Step:
     w.recent = deque()
