@@ -455,7 +455,8 @@ class CapturedStep:
             return self._plan_with(found)
         if core.cache.is_hurried or not core.may_record(call.key):
             return Eager(core.cache.reason, is_vain=True)
-        return Record(core.cache.reason)
+        filling = self._filling(call.key)
+        return Eager(filling) if filling is not None else Record(core.cache.reason)
 
     def _plan_with(self, found: Found) -> Plan:
         """The plan of a call that a program covers."""
@@ -577,6 +578,8 @@ class CapturedStep:
         if worst in (Level.RARE, Level.VAIN):
             if worst is Level.VAIN and not core.cache.is_hurried:
                 core.policy.rest.is_in_vain()
+            if isinstance(plan, Eager) and not (plan.is_rare or plan.is_vain):
+                return plan
             predicted = (plan.cached, plan.call) if isinstance(plan, Compare) else None
             return Compare(*predicted, is_alone=True) if predicted else Eager(RARE, is_rare=True)
         if worst is Level.DIFFERENT:

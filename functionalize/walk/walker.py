@@ -340,7 +340,7 @@ class PythonState:
         is_held = visit.place is not None and visit.is_fact and not self._is_replay
         if is_held and not self.hooks_run_outside and can_change(value):
             self.holders[id(value)] = cast(Held, visit.place), value
-        if is_held and kind is deque and value.maxlen is not None:
+        if kind is deque and visit.is_fact and not self._is_replay and value.maxlen is not None:
             self.rings.append((visit.path, weakref.ref(value), len(value)))
         parts = parts_of(value, self.names)
         for part in parts.still:

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import functionalize as fz
 from functionalize.errors import UncapturableError
+from tests.allowance import ample_allowance
+from tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.usefixtures("ample_allowance")
 
@@ -200,3 +203,46 @@ def test_other_bound_of_a_deque_made_anew_is_refused() -> None:
     with pytest.raises(UncapturableError, match=r"`space\.past.*` is (\d|another|a deque)"):
         for _ in range(8):
             captured(torch.ones(2, 3))
+
+
+@ample_allowance()
+def _meters(most: tuple[int, int], reads: bool) -> Any:
+    """Ranks with deques of other lengths. reads: whether the step relies on a number that its graph computes."""
+    size, results = most[dist.get_rank()], []
+    captured: Any = None
+    for capture in (lambda step: step, fz.capture):
+        torch.manual_seed(0)
+        model, past = nn.Linear(3, 3), deque[Any](maxlen=size)
+
+        def step(x: Tensor, model: nn.Module = model, past: deque[Any] = past) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            past.append(total.item() if reads else total)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    dist.all_reduce(parameter.grad)
+                    parameter.sub_(parameter.grad * (0.01 * sum(past) / len(past)))
+                    parameter.grad = None
+            return total
+
+        captured = capture(step)
+        found: list[Any] = []
+        for i in range(48):
+            torch.manual_seed(i)
+            found += [captured(torch.randn(2, 3)), list(past), model.weight.detach().clone()]
+        results.append(found)
+    refused = [str(error) for error in captured.core.refused.values()]
+    return *results, captured.stats.replays, captured.stats.warmups, refused
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["", "reads a number"])
+@pytest.mark.parametrize("most", [(6, 6), (4, 14)], ids=["equal", "others"])
+def test_ranks_fill_deques(most: tuple[int, int], reads: bool) -> None:
+    for expected, found, replays, warmups, refused in run_on_ranks(_meters, most, reads, world=2):
+        assert len(expected) == len(found)
+        for a, b in zip(expected, found, strict=True):
+            assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+        assert replays > 12 and warmups < 16 and not refused, (replays, warmups, refused)
