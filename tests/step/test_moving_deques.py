@@ -246,3 +246,25 @@ def test_ranks_fill_deques(most: tuple[int, int], reads: bool) -> None:
         for a, b in zip(expected, found, strict=True):
             assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
         assert replays > 12 and warmups < 16 and not refused, (replays, warmups, refused)
+
+
+def test_deque_of_tuples_with_numbers() -> None:
+    """Also of the first call that is recorded with live numbers, when no place in the deque is known yet."""
+
+    def runs(capture: Callable[[Any], Any]) -> Any:
+        past: deque[Any] = deque(maxlen=3)
+
+        def step(x: Tensor) -> Tensor:
+            before = sum((h * n for h, (n, _) in past), torch.zeros(2))
+            past.append((x + before, (x.sum().item(), len(past))))
+            return before
+
+        captured, found = capture(step), []
+        for i in range(24):
+            found.append(captured(torch.full((2,), i % 5 / 8)).tolist())
+            found.append([(h.tolist(), type(n), n, size) for h, (n, size) in past])
+        return found, captured
+
+    (expected, _), (found, step) = runs(lambda s: s), runs(fz.capture)
+    assert found == expected
+    assert step.stats.replays > 8, step.explain()
