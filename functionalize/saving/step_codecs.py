@@ -87,12 +87,18 @@ def _form_of_attributes(kind: Any, attributes: Sequence[str]) -> Form:
 # -- places ----------------------------------------------------------------------------------------
 
 
+_MOVED = "moved"  # a place whose content the step moves, by its name
+
+
 def _save_held(names: Names, held: Held) -> tuple[Any, ...]:
     place = names.place(held)
     if place is not None:
         return place
     if isinstance(held.container, Held) or names.of(held.container) is not None:
         return held.container, held.key
+    moved = names.movable(held)
+    if moved is not None:
+        return _MOVED, *moved
     raise SaveError(
         f"looks at {held.key!r} in a {type(held.container).__name__} that only its arguments lead to: "
         "let the step find it by itself (as a global, an attribute, a closure)"
@@ -100,6 +106,8 @@ def _save_held(names: Names, held: Held) -> tuple[Any, ...]:
 
 
 def _load_held(names: Names, *values: Any) -> Held:
+    if len(values) == 4 and values[0] == _MOVED:
+        return names.moved(*values[1:])
     return names.held(*values) if len(values) == 3 else Held(*values)
 
 

@@ -4,8 +4,8 @@
     settle_escaped(log, leaves)                    they become constants of the program, too
     replace_escaped(log)                           after an exception, or when the result is plain
 
-Invariant: dicts, lists, sets, cells and attributes hold what eager leaves there. Tuples and objects of C code keep a
-live number, which behaves as a constant from then on.
+Invariant: dicts, lists, sets, cells and attributes hold what eager leaves there, other tuples in place of those that
+hold a live number among it. Objects of C code keep a live number, which behaves as a constant from then on.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any
 
 from functionalize.scalars.live_scalars import left_behind
 from functionalize.scalars.scalar_log import ScalarLog
+
+_MOST_NESTED = 3  # tuples
 
 
 def outliving(log: ScalarLog, leaves: Sequence[Any]) -> list[Any]:
@@ -47,11 +49,19 @@ def replace_escaped(log: ScalarLog | None) -> None:
 
 def _replace_by_plain(live: Sequence[Any]) -> None:
     """Put plain numbers in the places of live ones: in dicts, lists, cells and attributes, whoever holds them."""
+    _replace(live, {id(number): left_behind(number) for number in live}, _MOST_NESTED)
+
+
+def _replace(live: Sequence[Any], wanted: dict[int, Any], depth: int) -> None:
+    """Put others in the places of objects. wanted: by the ids of these. depth: of tuples around them."""
     if not live:
         return
-    wanted = {id(number): left_behind(number) for number in live}
+    tuples: list[Any] = []
     for holder in gc.get_referrers(*live):
         kind = type(holder)
+        if kind is tuple and depth and holder is not live:
+            tuples.append(holder)
+            continue
         if kind is types.CellType:
             holder.cell_contents = wanted.get(id(holder.cell_contents), holder.cell_contents)
         elif issubclass(kind, (list, deque)) and holder is not live:
@@ -66,6 +76,10 @@ def _replace_by_plain(live: Sequence[Any]) -> None:
             _replace_in(holder, wanted)
         elif isinstance(getattr(holder, "__dict__", None), dict):
             _replace_in(vars(holder), wanted)
+
+    if tuples:
+        others = [tuple(wanted.get(id(each), each) for each in old) for old in tuples]
+        _replace(tuples, dict(zip(map(id, tuples), others, strict=True)), depth - 1)
 
 
 def _replace_in(table: dict[Any, Any], wanted: dict[int, Any]) -> None:

@@ -17,6 +17,7 @@ exception, no container at a live place, and none of the result that is in one, 
 from __future__ import annotations
 
 import types
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -108,17 +109,24 @@ def copies(value: Any, memo: Memo) -> Any:
         made = _tuple_like(value, [], [copies(each, memo) for _, each in found])
         memo[id(value)] = value, made
         return made
-    made = kind() if kind in (list, dict, types.SimpleNamespace) else object.__new__(kind)
+    made = _empty_like(value)
     memo[id(value)] = value, made
     for key, each in found:
         inner = copies(each, memo)
-        if kind is list:
+        if kind in (list, deque):
             made.append(inner)
         elif kind is dict:
             made[key] = inner
         else:
             object.__setattr__(made, key, inner)
     return made
+
+
+def _empty_like(value: Any) -> Any:
+    kind: Any = type(value)
+    if kind is deque:
+        return deque(maxlen=value.maxlen)
+    return kind() if kind in (list, dict, types.SimpleNamespace) else object.__new__(kind)
 
 
 def reaches(value: Any, memo: Memo, above: frozenset[int] = frozenset()) -> bool:

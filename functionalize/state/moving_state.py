@@ -2,6 +2,7 @@
 
     self.n += 1; self.total += loss.item()     numbers: live in the recording, and assigned by a replay
     self.is_first = False                      flags: guarded on entry, and assigned by a replay
+    self.phase = "hot"                         texts that code of the step writes out, or that are guarded: as flags
     self.last = loss.detach()                  tensors: inputs if the step reads them, and assigned by a replay
     self.state = h.detach(), c.detach()        bundles (tuples, lists, dicts, dataclasses) of tensors: as these, a
                                                replay makes another one of the same type
@@ -66,7 +67,7 @@ from functionalize.state.storage_places import Places
 from functionalize.util.number_uses import any_needs_exact
 from functionalize.util.structure import KeptObject
 from functionalize.util.tensor_wrappers import address_of
-from functionalize.walk.code_uses import only_appended, stored_constants
+from functionalize.walk.code_uses import only_appended, stored_constants, texts_in
 from functionalize.walk.fact_text import (
     CARRIED,
     COMPUTED,
@@ -75,11 +76,13 @@ from functionalize.walk.fact_text import (
     MORE_ITEMS,
     NUMBERS,
     OUTSIDE,
+    OWN_TEXTS,
     WRITE_INTO,
     Path,
     text_of,
 )
 from functionalize.walk.live_places import (
+    FIXED,
     LIVE_NUMBERS,
     NO_PLACES,
     Bundle,
@@ -129,8 +132,9 @@ class MovingPlaces:
     """The live places of one recording, with their names: values, and lists; generators from which it may draw.
 
     floats: the globals in which calls of `float` are live, see `scalars/float_calls.py`.
-    flags: the values of type bool in `values`, which are no numbers: facts. constants: those that code writes out and
-    assigns to a place, by its name. kept: the places of objects that the step returns as they are.
+    flags: the flags and texts in `values`, which are no numbers: facts. constants: those that code writes out and
+    assigns to a place, by its name. texts: those that code writes out, or that are guarded. kept: the places of objects
+    that the step returns as they are.
     """
 
     live: LivePlaces
@@ -139,8 +143,9 @@ class MovingPlaces:
     constants: dict[str, frozenset[tuple[type, str]]] = field(default_factory=dict)
     generators: tuple[GeneratorPlace, ...] = ()
     floats: tuple[Scope, ...] = ()
-    flags: tuple[tuple[str, Held, bool], ...] = ()
+    flags: tuple[tuple[str, Held, bool | str], ...] = ()
     kept: tuple[Held, ...] = ()
+    texts: frozenset[str] = frozenset()
 
     @property
     def facts(self) -> tuple[FlagGuard, ...]:
@@ -183,8 +188,8 @@ class MovingPlaces:
                 recorder.calls.own_generators.know(each.generator, state)
 
     @staticmethod
-    def of(state: PythonState) -> MovingPlaces:
-        """Those of `state.live` that a walk has found, in its order."""
+    def of(state: PythonState, leaves: Sequence[Any] = ()) -> MovingPlaces:
+        """Those of `state.live` that a walk has found, in its order. leaves: of the arguments."""
         live, generators = state.live, tuple(generators_of(state))
         floats = float_scopes(state.roots.functions)
         if not live:
@@ -193,6 +198,9 @@ class MovingPlaces:
         lists = [(text_of(path), p) for path, p, found in state.lists if id(found) in live.lists]
         found = tuple(values[key] for key in values if key in live.values)
         codes = state.names.codes
+        flags = tuple(
+            (name, p, flag) for name, p in _flags(found, live) if type(flag := content(p)) in FIXED
+        )
         return MovingPlaces(
             live,
             found,
@@ -200,12 +208,23 @@ class MovingPlaces:
             {name: stored_constants(codes, name.rpartition(".")[2]) for name, _ in found},
             generators,
             floats,
-            tuple(
-                (name, p, flag)
-                for name, p in _flags(found, live)
-                if type(flag := content(p)) is bool
-            ),
+            flags,
+            texts=_texts(state, leaves, flags),
         )
+
+
+def _texts(
+    state: PythonState, leaves: Sequence[Any], flags: Sequence[tuple[str, Held, bool | str]]
+) -> frozenset[str]:
+    """The texts that a step may put in a place, and that are the same at every call which passes the guards.
+
+    A text that code computes may have the time in it, or a number that no guard knows.
+    """
+    if all(type(flag) is not str for _, _, flag in flags):
+        return frozenset()
+    written = (text for code in state.names.codes for text in texts_in(code))
+    guarded = (*state.facts, *leaves, *(flag for _, _, flag in flags))
+    return frozenset((*written, *(each for each in guarded if type(each) is str)))
 
 
 def _flags(found: Sequence[tuple[str, Held]], live: LivePlaces) -> Iterator[tuple[str, Held]]:
@@ -286,7 +305,7 @@ def is_only_appended(state: PythonState, path: Path, place: Held, found: list[An
 
 
 def _is_no_number(value: Any) -> bool:
-    return isinstance(value, (Tensor, bool)) or is_bundle(value)
+    return isinstance(value, (Tensor, bool, str)) or is_bundle(value)
 
 
 def _is_same(was: Any, now: Any) -> bool:
@@ -445,7 +464,7 @@ class MovingState:
                 self._finish_bundle(at, name, place, was, now)
                 continue
             known = is_live(now) or isinstance(now, Tensor) or self._is_constant(name, now)
-            known = known or (type(now) is bool and type(hint) is bool)
+            known = known or self._is_fixed(now, hint)
             if not known and (type(now) not in LIVE_NUMBERS or not _is_same(hint, now)):
                 self._refuse(name, now, hint)
                 continue
@@ -478,8 +497,10 @@ class MovingState:
             return
         for keys, hint in was.hints.items():
             number = part_at(now, keys)
-            if not is_live(number) and type(hint) is not bool and not _is_same(hint, number):
-                self._refuse(".".join(map(str, (name, *keys))), number, hint, COMPUTED)
+            known = is_live(number) or self._is_fixed(number, hint)
+            if not known and not _is_same(hint, number):
+                advice = OWN_TEXTS if type(hint) is str else COMPUTED
+                self._refuse(".".join(map(str, (name, *keys))), number, hint, advice)
                 return
         found = self._objects[at]
         kind, can_change = type(found).__name__, next(changeable_in(found), None) is not None
@@ -511,6 +532,12 @@ class MovingState:
             for source, to in self._one_object
             if all(where[0] is None or where[0] in effects for where in (source, to))
         ]
+
+    def _is_fixed(self, now: Any, was: Any) -> bool:
+        """Whether what stands in the place of a flag or a text is the same at every call that passes the guards."""
+        if type(now) is not type(was):
+            return False
+        return type(now) is bool or (type(now) is str and (now in self._places.texts or now == was))
 
     def _is_constant(self, name: str, now: Any) -> bool:
         return (type(now), repr(now)) in self._places.constants[name]

@@ -69,18 +69,18 @@ class Appended(_PlaceEffect):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlagGuard:
-    """A flag that the step moves is what it was on entry."""
+    """A flag or a text that the step moves is what it was on entry."""
 
     name: str
     place: Held
-    was: bool
+    was: bool | str
 
     def failure(self, call: Call) -> str | None:
         """Why the program does not hold, or None."""
         now = content(self.place)
-        if now is self.was:
+        if type(now) is type(self.was) and now == self.was:
             return None
-        return f"`{self.name}` is {'gone' if is_absent(now) else repr(now)}, was {self.was}"
+        return f"`{self.name}` is {'gone' if is_absent(now) else repr(now)}, was {self.was!r}"
 
     def watched(self, call: Call, facts: Unchanged) -> None:
         """Add the place to `facts`."""

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import re
 import types
+import weakref
+from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -57,6 +59,7 @@ _HOOKS = (
     "register_full_backward_pre_hook",
 )
 _MOST_LINES = 3  # of the code that changes something, in a message
+_ELEMENT = re.compile(r"_\d+$")
 _NAMES = re.compile(r"[^.\[\]'\"]+")  # of a path: `model.0.weight`, `args[0]['labels']`
 # What a message about a change says, and the attributes and methods by which code makes such a change.
 _CHANGING = (
@@ -67,6 +70,23 @@ _CHANGING = (
     ("hooks on", (*_HOOKS, "register_hook", "register_post_accumulate_grad_hook", "remove")),
     ("parameter groups", ("add_param_group",)),
 )
+
+
+@dataclass(slots=True)
+class Filled:
+    """A deque to which a call has added elements, and which takes so many and no more. size: before the call."""
+
+    name: str
+    ring: weakref.ref[deque[Any]]
+    size: int
+
+    def goes_on(self) -> str | None:
+        """At the next call: why it will add more, as the one before did, or None."""
+        ring = self.ring()
+        if ring is None or ring.maxlen is None or not self.size < len(ring) < ring.maxlen:
+            return None
+        self.size = len(ring)
+        return f"fills `{self.name}`, which holds {self.size} of {ring.maxlen} elements"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,6 +166,15 @@ class SurroundingsGuard:
         probes.watched(facts)
         return SameObjects(probes)
 
+    def filled(self) -> list[Filled]:
+        """The deques that hold more elements than at the walk, and take so many and no more."""
+        found = ((path, ring(), ring, size) for path, ring, size in self.state.rings)
+        return [
+            Filled(text_of(path), ring, size)
+            for path, items, ring, size in found
+            if items is not None and len(items) > size
+        ]
+
     def change(self, call: Call, explained: Container[int] = ()) -> str | None:
         """A change that the step itself made and a replay would not; None without one.
 
@@ -221,6 +250,10 @@ class SurroundingsGuard:
         """ "changed" or "used", and the lines that do so. is_moved: whether reads move it."""
         codes, (first, *rest) = self.state.names.codes, _NAMES.findall(name) or [name]
         last, *holders = [each for each in reversed(rest) if not each.isdigit()] or [first]
+        if (
+            held := _ELEMENT.sub("", last)
+        ) != last:  # an input that is an element of what an attribute holds
+            holders = [held, *holders]
         if lines := lines_of_changes(codes, last):
             return "changed", lines
         if is_moved and (lines := lines_of_uses(codes, last)):

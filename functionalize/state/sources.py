@@ -10,7 +10,7 @@ source that a replay may assign to, and that may hold None.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -216,7 +216,7 @@ _NO_TENSORS = frozenset({*NUMBERS, dict, OrderedDict, set})  # types of most att
 
 
 def plain_attributes(roots: Roots, but: Collection[int] = ()) -> Iterator[tuple[str, Held, Tensor]]:
-    """Tensors that a module keeps as plain attributes. but: ids of lists that are left out."""
+    """Tensors that a module keeps as plain attributes. but: ids of containers that are left out."""
     for name, module in roots.walk():
         for key, value in vars(module).items():
             if type(value) in _NO_TENSORS:  # nearly all
@@ -224,7 +224,7 @@ def plain_attributes(roots: Roots, but: Collection[int] = ()) -> Iterator[tuple[
             kind = type(value)  # `isinstance` asks the object
             if issubclass(kind, Tensor):
                 yield f"{name}.{key}", Held(vars(module), key), value
-            elif issubclass(kind, (list, tuple)) and id(value) not in but:
+            elif issubclass(kind, (list, tuple, deque)) and id(value) not in but:
                 place = Held(vars(module), key)
                 for i, each in enumerate(elements_of(value)):
                     if issubclass(type(each), Tensor):
@@ -396,5 +396,5 @@ def _places(
             yield f"{root_name}.{name}", managed, managed.resolve(call)
     for name, optimizer in roots.optimizers.items():
         yield from _optimizer_parameters(name, optimizer)
-    yield from plain_attributes(roots, roots.only_appended)
+    yield from plain_attributes(roots, roots.found_elsewhere)
     yield from roots.tensors

@@ -12,6 +12,7 @@ of the widest tensor on it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -80,7 +81,7 @@ class FixedTensor(NamedTuple):
 
     def _advice(self) -> str:
         place = self.source.container if isinstance(self.source, Held) else None
-        is_of_list = isinstance(place, Held) and type(content(place)) is list
+        is_of_list = isinstance(place, Held) and type(content(place)) in (list, deque)
         return CARRIED if is_of_list else WRITE_INTO
 
 
@@ -126,7 +127,7 @@ def fixed_tensors(roots: Roots, swapped: Container[Any], live: LivePlaces) -> It
     for name, source, value in module_tensors(roots):
         if (id(source.entries), source.name) not in swapped:
             yield FixedTensor.of(name, source, value)
-    for name, variable, value in (*plain_attributes(roots, live.lists), *roots.tensors):
+    for name, variable, value in (*plain_attributes(roots, live.holders), *roots.tensors):
         if not live.has(variable):
             yield FixedTensor.of(name, variable, value)
 

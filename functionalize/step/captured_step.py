@@ -455,7 +455,8 @@ class CapturedStep:
             return self._plan_with(found)
         if core.cache.is_hurried or not core.may_record(call.key):
             return Eager(core.cache.reason, is_vain=True)
-        return Record(core.cache.reason)
+        filling = self._filling(call.key)
+        return Eager(filling) if filling is not None else Record(core.cache.reason)
 
     def _plan_with(self, found: Found) -> Plan:
         """The plan of a call that a program covers."""
@@ -529,6 +530,8 @@ class CapturedStep:
         core, cache, rest = self.core, self.core.cache, self.core.policy.rest
         if not core.records_missed:
             return why
+        if (filling := self._filling(key)) is not None:
+            return filling
         if cache.is_hurried or rest.takes_call():
             return RESTS
         if cache.thrashing or rest.goes_on(self.stats.replays + self.stats.audits):
@@ -541,6 +544,12 @@ class CapturedStep:
             return _VAIN.format(why)
         most = MAX_WARMUPS if core.has_settled else MOST_WARMUPS
         return core.unsettled.why(why) if core.unsettled.skips(why, most) else None
+
+    def _filling(self, key: Hashable) -> str | None:
+        """Why a recording of this call would not be kept, since it adds to a deque that is not full yet; or None."""
+        previous = self._previous(key)
+        going_on = [each.goes_on() for each in previous.filled] if previous is not None else ()
+        return next(filter(None, going_on), None)
 
     def _rests(self) -> bool:
         """Whether the step rests, and asks no program: then a call costs nothing beyond eager."""
@@ -569,6 +578,8 @@ class CapturedStep:
         if worst in (Level.RARE, Level.VAIN):
             if worst is Level.VAIN and not core.cache.is_hurried:
                 core.policy.rest.is_in_vain()
+            if isinstance(plan, Eager) and not (plan.is_rare or plan.is_vain):
+                return plan
             predicted = (plan.cached, plan.call) if isinstance(plan, Compare) else None
             return Compare(*predicted, is_alone=True) if predicted else Eager(RARE, is_rare=True)
         if worst is Level.DIFFERENT:
@@ -823,8 +834,8 @@ class CapturedStep:
             recorder.scalar_log.plain_reads = self._plain_reads
         varying, outside = self.core.varying, self.core.hooks_run_outside
         places = self._places(call, recorder.live)
-        has_vote = self.core.vote is not None or self.core.options.compares
-        meets_as = None if has_vote or outside or in_world() else self.core.name
+        is_alone = self.core.vote is not None or outside or in_world()
+        meets_as = None if is_alone else self.core.name
         try:
             run = record(self.core.fn, call, recorder, varying, outside, places, meets_as)
         except Exception as error:

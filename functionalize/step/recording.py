@@ -59,6 +59,7 @@ from functionalize.state.dropped_gradients import droppable
 from functionalize.state.hyperparameters import liftable
 from functionalize.state.moving_state import Moves
 from functionalize.state.python_effects import check_leaves
+from functionalize.state.python_state import Filled
 from functionalize.state.sources import Gradient
 from functionalize.step.step_state import EntryState, ExitState, kept_objects, state_around
 from functionalize.util.structure import is_stateful, objects_inside
@@ -70,7 +71,7 @@ from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.parts import Held, Is
 from functionalize.walk.roots import Roots
 
-_NAMED = re.compile(r"`([^`]+)`(?: has (?:\w+) = )?")
+_NAMED = re.compile(r"`([^`]+)`(?: has (\w+) = )?")
 _MOST_SEEN = 64
 _MOST_REASONS = 3  # in a message
 
@@ -85,6 +86,7 @@ class RecordingSummary:
     moved: places in Python that this recording, or one before it, has moved. is_live: whether its numbers were live.
     seen: how this recording and those before it have moved places, see Note [What moves alike].
     changed: the name of what the step changed and a replay would not, if it has one. clock: the one that it read.
+    filled: deques that the step fills, and that will be full at some call.
     """
 
     identities: list[Any]
@@ -96,6 +98,7 @@ class RecordingSummary:
     changed: tuple[str, ...] = ()
     clock: str | None = None
     has_ops: bool = True
+    filled: tuple[Filled, ...] = ()
 
     def differs(self, identities: list[Any]) -> bool:
         """Whether a later recording read other tensors. Of tensors in variables a run without ops shows no reads."""
@@ -189,9 +192,10 @@ class StepRecording:
             places,
             self.recorder.live,
             seen[:_MOST_SEEN],
-            tuple(_NAMED.findall(self.exit.changed or "")[:1]),
+            _names_in(self.exit.changed)[:1],
             self.recorder.checks.own_clock,
             self.recorder.started,
+            tuple(self.exit.filled),
         )
 
     # -- is it the steady state? -----------------------------------------------------------------
@@ -281,10 +285,12 @@ class StepRecording:
                     "state (a clock?), which a replay cannot know: pass the number as an argument"
                     f"{self._origin(whats)}"
                 )
-        found, hyper = _NAMED.findall(changed or "")[:1], self.recorder.calls.hyperparameters
-        if changed is None or previous is None or not found or tuple(found) != previous.changed:
+        found, hyper = _names_in(changed)[:1], self.recorder.calls.hyperparameters
+        if changed is None or previous is None or not found or found != previous.changed:
             return None
         if hyper is not None and hyper.wanted:  # these are live in the next recording
+            return None
+        if any(each.name == found[0] for each in self.exit.filled):  # it will be full
             return None
         known = self.entry.moving.live.values.keys()
         if (
@@ -300,8 +306,11 @@ class StepRecording:
 
     def _origin(self, change: str) -> str:
         """The lines that make a change, after the text about it."""
-        found = _NAMED.findall(change)[:1]
-        return self.entry.python_state.origin(found[0], change) if found else ""
+        found = _NAMED.search(change)
+        if found is None:
+            return ""
+        name = ".".join(filter(None, found.group(1, 2)))  # `model` has n = 2: `model.n`
+        return self.entry.python_state.origin(name, change)
 
     def _where(self, wanted: Callable[[OpRecord], bool]) -> str:
         for record in self.recorder.records:
@@ -466,3 +475,8 @@ def _is_changeable(value: Any, known: Container[int]) -> bool:
     array = kind.__module__ == "numpy" and kind.__name__ == "ndarray"
     is_mutable = array or kind in (set, bytearray, types.SimpleNamespace)
     return is_mutable and id(value) not in known
+
+
+def _names_in(text: str | None) -> tuple[str, ...]:
+    """The names in a text."""
+    return tuple(each.group(1) for each in _NAMED.finditer(text or ""))

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -69,8 +69,8 @@ MAX_WARMUPS = 5  # for one reason
 MOST_WARMUPS = 4 * MAX_WARMUPS  # for all reasons
 _OTHERS_WARM_UP = "another rank does not keep its recording"
 _ALONE = (
-    "relies on a number that it reads, or communicates in a call that a replay makes again, and another rank has not "
-    "recorded this call: only ranks that record it together can replay it"
+    "relies on a number that it reads, communicates in a call that a replay makes again, or has passes that change "
+    "collectives, and another rank has not recorded this call: only ranks that record it together can replay it"
 )
 _READS, _RELIES = "reads", "relies"  # a number that may be live in the next recording; a number
 
@@ -294,7 +294,7 @@ def agree(
     """
     mine = _compared(mine, recorder)
     if rendezvous is not None:
-        return _agreed_by(rendezvous, mine, recorder)
+        return _agreed_by(rendezvous, mine, recorder, compares)
     joined = RankVote.of(recorder, compares)
     joined = joined | vote if joined is not None else vote
     if joined is None:
@@ -310,8 +310,11 @@ def agree(
     return Agreed(outcome, vote)
 
 
-def _agreed_by(rendezvous: Rendezvous, mine: Outcome, recorder: Recorder) -> Agreed:
-    """The outcome of ranks without a vote, and their vote if any of them relies on a number: Note [Who records]."""
+def _agreed_by(rendezvous: Rendezvous, mine: Outcome, recorder: Recorder, compares: bool) -> Agreed:
+    """The outcome of ranks without a vote, and their vote if any of them relies on a number: Note [Who records].
+
+    compares: they vote in any case, once all of them keep their programs.
+    """
     everyone = RankVote.among(recorder)
     if everyone is None:
         rendezvous.leave()
@@ -319,18 +322,19 @@ def _agreed_by(rendezvous: Rendezvous, mine: Outcome, recorder: Recorder) -> Agr
     reads = must_vote(recorder)
     words = [
         mine.level.name,
-        *([_READS] if reads else []),
+        *([_READS] if reads or compares else []),
         *([_RELIES] if reads and recorder.live else []),
     ]
     said = rendezvous.gather(everyone.groups, words, [*Level.__members__, _READS, _RELIES])
     if said is None:
-        if reads and isinstance(mine, Built):
+        if (reads or compares) and isinstance(mine, Built):
             mine = WarmUp(mine.summary, _ALONE)
         return Agreed(mine, None)
     if _READS not in said:
         return Agreed(mine, None)
-    worst = max(level for level in Level if level.name in said)
-    return Agreed(_worst(mine, worst), everyone if _RELIES in said else None)
+    outcome = _worst(mine, max(level for level in Level if level.name in said))
+    votes = _RELIES in said or (compares and isinstance(outcome, Built))
+    return Agreed(outcome, replace(everyone, compares=compares) if votes else None)
 
 
 def _compared(mine: Outcome, recorder: Recorder) -> Outcome:

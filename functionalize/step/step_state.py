@@ -36,7 +36,7 @@ from functionalize.state.hyperparameters import Key, liftable
 from functionalize.state.mode_guard import ModeGuard
 from functionalize.state.moving_state import MovingPlaces, moved, with_live_places
 from functionalize.state.python_effects import PythonEffect, flatten_left, unrepeatable
-from functionalize.state.python_state import ObservedState, SurroundingsGuard
+from functionalize.state.python_state import Filled, ObservedState, SurroundingsGuard
 from functionalize.state.sources import (
     GroupTensor,
     Inner,
@@ -67,7 +67,7 @@ from functionalize.util.reading import is_a
 from functionalize.util.structure import KeptObject
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.walk.code_uses import is_only_stored
-from functionalize.walk.fact_text import OUTSIDE
+from functionalize.walk.fact_text import OUTSIDE, in_forward
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.parts import Held, MovedPlace
 from functionalize.walk.roots import Roots
@@ -157,7 +157,7 @@ class EntryState:
         places = Places.now(roots, leaves, found, recorder.storages, state.live)
         if asks_nodes:
             recorder.checks.outside = made_outside(roots, leaves)
-        moving = MovingPlaces.of(state)
+        moving = MovingPlaces.of(state, leaves)
         moving.bring_in(places, recorder)
         fsdp = FSDPState.now(roots.states().values())
         deaths: dict[int, int] = {}
@@ -255,6 +255,11 @@ class EntryState:
         modes: whether the modes of modules, training or evaluation, count. explained: ids of generators that a replay
         moves alike.
         """
+        found = self._change(modes, explained)
+        outside = self.python_state.state.hooks_run_outside
+        return in_forward(found) if found is not None and outside else found
+
+    def _change(self, modes: bool, explained: Container[int]) -> str | None:
         call = Call(self.leaves, [])
         for each in (*self.fixed, *self.arguments, *self.inside):
             if (change := each.change(call)) is not None:
@@ -311,6 +316,7 @@ class ExitState:
     has_grad_fn: for each leaf of the result, whether it has an autograd history.
     changed: a change that a replay would not repeat; None: there is none.
     moved: if there is one, the places that the step has moved and a replay may be able to move.
+    filled: if there is one, the deques to which the step has added elements, and which take so many and no more.
     python_effects: what a replay repeats in Python, see `state/python_effects.py`. values: one for each.
     on_entry: the tensors that were at places which the step moves, by their ids, with the places of each.
     """
@@ -322,6 +328,7 @@ class ExitState:
     has_grad_fn: list[bool]
     changed: str | None
     moved: LivePlaces = NO_PLACES
+    filled: list[Filled] = field(default_factory=list)
     python_effects: list[PythonEffect] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     on_entry: dict[int, list[MovedPlace]] = field(default_factory=dict)
@@ -374,6 +381,7 @@ class ExitState:
             has_grad_fn,
             changed,
             places,
+            entry.python_state.filled() if changed is not None else [],
             repeated,
             values,
             were,

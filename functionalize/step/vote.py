@@ -26,6 +26,8 @@ for any that does not (`Rendezvous`): before the step runs, each writes that it 
 of its process groups; after it, that it has ended, and whether it reads numbers. A rank that begins always ends, also
 by an exception. So only a group whose ranks have all begun is waited for. If any rank relies on a number, all vote from
 then on. If some rank of a group replays or runs eagerly, nobody votes, and no program that relies on a number is kept.
+Where passes may change collectives, all vote once all keep the program of a call, and none that a rank has alone is
+kept: another one may run eagerly, as it makes the parameters of a lazy module.
 
 Refusals: a rank that does not vote, or does not end its recording, in time; a rank that has ended (`LostRankError`).
 """

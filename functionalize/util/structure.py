@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections import OrderedDict, UserDict
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from types import FunctionType, MemberDescriptorType, NoneType, SimpleNamespace
@@ -102,10 +102,9 @@ def _with_others(value: Any, others: Mapping[int, Any], memo: dict[int, Any]) ->
         memo[id(value)] = made = tuple(found) if kind is tuple else kind._make(found)
         return made
     memo[id(value)] = value
-    if issubclass(kind, (list, dict)):
-        is_list = issubclass(kind, list)
-        base: Any = list if is_list else dict
-        pairs = list(enumerate(list.__iter__(value)) if is_list else dict.items(value))
+    if issubclass(kind, (list, deque, dict)):
+        base: Any = next(each for each in (list, deque, dict) if issubclass(kind, each))
+        pairs = list(dict.items(value) if base is dict else enumerate(base.__iter__(value)))
         put = base.__setitem__
     elif issubclass(kind, SimpleNamespace) or dataclasses.is_dataclass(kind):
         pairs, put = list(attributes_of(value).items()), object.__setattr__
@@ -317,7 +316,7 @@ class Joined:
 
 
 def _inside_of(value: Any, key: Any) -> Any:
-    if issubclass(type(value), (list, tuple, dict)):
+    if issubclass(type(value), (list, tuple, deque, dict)):
         return value[key]
     return object.__getattribute__(value, key)
 
@@ -332,7 +331,7 @@ def _with(value: Any, keys: Any, inner: Any) -> Any:
     if issubclass(kind, tuple):
         elements = [*value[:key], now, *value[key + 1 :]]
         return tuple(elements) if kind is tuple else kind._make(elements)
-    if issubclass(kind, (list, dict)):
+    if issubclass(kind, (list, deque, dict)):
         value[key] = now
     else:
         object.__setattr__(value, key, now)

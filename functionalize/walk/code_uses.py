@@ -73,6 +73,17 @@ def only_appended(codes: Iterable[types.CodeType], name: str, in_table: bool = F
     return is_appended
 
 
+def texts_in(code: types.CodeType) -> Iterator[str]:
+    """The texts that code writes out, also in tuples, but for names."""
+    pending = [constant for each in codes_of(code) for constant in each.co_consts]
+    while pending:
+        constant = pending.pop()
+        if type(constant) is str:
+            yield constant
+        elif type(constant) in (tuple, frozenset):
+            pending += constant
+
+
 def is_only_stored(codes: Iterable[types.CodeType], name: Any) -> bool:
     """Whether code assigns a name, and uses it nowhere else."""
     uses = {

@@ -3,34 +3,42 @@
     def step(obs, batch):                          obs, and batch["act"]: inputs, as tensors on the arrays' memory
         x = torch.as_tensor(obs, dtype=torch.float32)
         y = torch.from_numpy(batch["act"])
+        z = self.to_device(mask)                   mask as well, if that method does nothing else with it
 
 What else code reads of an array cannot be seen, so any other array is a constant of the program, compared by its
-bytes. Which arrays are converted is read from the bytecode of the step's own function.
+bytes. Which arrays are converted is read from the bytecode of the step's own function, and of the functions to which
+it hands them over: those that it finds by a name, and methods of objects that it finds so.
 Invariant: the array is loaded nowhere but as the first argument of `torch.as_tensor`, `torch.tensor` or
-`torch.from_numpy`, called by that name; instructions that are not known end the search without a find. A name that is
-assigned again counts until the assignment, if no jump and no exception passes it by.
+`torch.from_numpy`, called by that name, or as an argument of a function of which the same holds; instructions that are
+not known end the search without a find. A name that is assigned again counts until the assignment, if no jump and no
+exception passes it by. The functions are found again at each call (`Conversions.hold`).
 Refusals, as constants: arrays that cannot be written or whose memory is not numpy's own, and two arrays on one memory:
 a write to one tensor would be read through the other.
 """
 
 from __future__ import annotations
 
-import functools
+import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from types import CodeType, FunctionType
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from functionalize.util.bytecode import Step, read
+from functionalize.util.reading import table_of
 
 CONVERTERS = frozenset({"as_tensor", "tensor", "from_numpy"})
 _FRAMES = frozenset(
     {"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe", "breakpoint"}
 )
 _ARRAY = "_functionalize_array"  # of a tensor on the memory of an array: that array
+_MOST_NESTED = 6  # functions
+# Of functions whose code runs later, or in parts.
+_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 class ConvertedArray(NamedTuple):
@@ -40,45 +48,199 @@ class ConvertedArray(NamedTuple):
     key: Any = None
 
 
-def converted_arrays(function: FunctionType) -> frozenset[ConvertedArray]:
-    """The arrays of calls of a function with which it does nothing else."""
-    return _of_code(function.__code__, function.__globals__.get("torch") is torch)
+class _Helper(NamedTuple):
+    """A function to which an array is handed over. base: its first name. path: the attributes from there on."""
+
+    base: _Base
+    path: tuple[str, ...]
+    function: Any
+    code: CodeType
+
+    def holds(self) -> bool:
+        """Whether the names lead to the same code still."""
+        found = _resolved(self.base, self.path)
+        return found is not None and found[0] is self.function and found[0].__code__ is self.code
 
 
-@functools.lru_cache(maxsize=1024)
-def _of_code(code: CodeType, has_torch: bool) -> frozenset[ConvertedArray]:
-    if not has_torch or "torch" in code.co_varnames or not _FRAMES.isdisjoint(code.co_names):
-        return frozenset()
-    if CONVERTERS.isdisjoint(code.co_names):
-        return frozenset()
-    steps = read(code)
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+@dataclass(slots=True)
+class Conversions:
+    """The arrays with which a function does nothing else, and the functions that this follows from."""
+
+    arrays: frozenset[ConvertedArray]
+    helpers: tuple[_Helper, ...] = ()
+
+    def hold(self) -> bool:
+        """Whether the same functions are found by their names."""
+        return all(helper.holds() for helper in self.helpers)
+
+
+def converted_arrays(function: FunctionType, owner: Any = None) -> Conversions:
+    """The arrays of calls of a function with which it does nothing else. owner: what it is bound to, if it is."""
+    search = _Search()
     found: set[ConvertedArray] = set()
-    for name in set(names) - set(code.co_cellvars):
-        found |= _of_parameter(code, steps, name)
-    return frozenset(found)
+    for name, (good, bad) in search.parameters(function, owner).items():
+        if None in bad or (None in good and len(good) > 1):
+            continue  # the whole is used: so may be what is in it
+        found |= {ConvertedArray(name, key) for key in good - bad}
+    return Conversions(frozenset(found), tuple(search.helpers) if found else ())
 
 
-def _of_parameter(code: CodeType, steps: Sequence[Step], name: str) -> set[ConvertedArray]:
-    uses = [s.at for s in steps if s.value == name and s.op in _OF_VARIABLES]
-    stores = [at for at in uses if steps[at].op == "set_local"]
-    if stores:
-        first = stores[0]
-        if code.co_exceptiontable or _may_pass(steps, first):
-            return set()
-        uses = [at for at in uses if at < first]
-    good: set[Any] = set()
-    bad: set[Any] = set()
-    for at in uses:
-        if steps[at].op != "local":
-            return set()
-        key, end = _key_after(steps, at)
-        (good if _is_first_argument(steps, at, end) else bad).add(key)
-    if None in bad or (None in good and len(good) > 1):
-        return set()  # the whole is used: so may be what is in it
-    if stores and good != {None}:
-        return set()
-    return {ConvertedArray(name, key) for key in good - bad}
+class _Base(NamedTuple):
+    """What the first name of a call leads to. kind: "global", "deref", or "local" for the bound object."""
+
+    kind: str
+    name: str
+    function: Any
+    owner: Any
+
+    def value(self) -> Any:
+        """What is there now; None: nothing."""
+        if self.kind == "local":
+            return self.owner
+        if self.kind == "global":
+            return self.function.__globals__.get(self.name)
+        cells = dict(
+            zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True)
+        )
+        try:
+            return cells[self.name].cell_contents
+        except (KeyError, ValueError):
+            return None
+
+
+# The keys of an array, or of arrays in a dict, that are converted, and those with another use; None: all of it.
+_Uses = tuple[set[Any], set[Any]]
+
+
+@dataclass(slots=True)
+class _Search:
+    """One search through a function and those that it calls. helpers: the latter."""
+
+    helpers: list[_Helper] = field(default_factory=list)
+    _running: list[CodeType] = field(default_factory=list)
+    _known: dict[tuple[int, int, str], _Uses] = field(default_factory=dict)
+
+    def parameters(self, function: FunctionType, owner: Any) -> dict[str, _Uses]:
+        """How a function uses each of its parameters."""
+        code = function.__code__
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        return {name: self.of_parameter(function, owner, name) for name in names}
+
+    def of_parameter(self, function: FunctionType, owner: Any, name: str) -> _Uses:
+        """How a function uses a parameter. owner: what the function is bound to, if it is."""
+        code = function.__code__
+        is_hidden = name in code.co_cellvars or not _FRAMES.isdisjoint(code.co_names)
+        if is_hidden or code.co_flags & _SUSPENDED or "torch" in code.co_varnames:
+            return set(), {None}
+        key = id(function), id(owner), name
+        if key not in self._known:
+            self._known[key] = self._of_parameter(function, owner, name)
+        return self._known[key]
+
+    def _of_parameter(self, function: FunctionType, owner: Any, name: str) -> _Uses:
+        code = function.__code__
+        steps = read(code)
+        uses = [s.at for s in steps if s.value == name and s.op in _OF_VARIABLES]
+        stores = [at for at in uses if steps[at].op == "set_local"]
+        if stores:
+            first = stores[0]
+            if code.co_exceptiontable or _may_pass(steps, first):
+                return set(), {None}
+            uses = [at for at in uses if at < first]
+        good: set[Any] = set()
+        bad: set[Any] = set()
+        for at in uses:
+            if steps[at].op != "local":
+                return set(), {None}
+            key, end = _key_after(steps, at)
+            converted, others = self._of_use(function, owner, steps, at, end)
+            if key is None:
+                good |= converted
+                bad |= others
+            elif converted == {None} and not others:
+                good.add(key)
+            elif converted or others:
+                bad.add(key)
+        return (set(), {None}) if stores and good != {None} else (good, bad)
+
+    def _of_use(
+        self, function: FunctionType, owner: Any, steps: Sequence[Step], at: int, end: int
+    ) -> _Uses:
+        """How the call is using a value that takes what the steps from `at` to `end` push."""
+        found = _call_of(steps, at, end)
+        if found is None:
+            return set(), {None}
+        (kind, name), path, argument = found
+        is_torch = kind == "global" and function.__globals__.get(name) is torch
+        if is_torch and name == "torch" and len(path) == 1 and path[0] in CONVERTERS:
+            return ({None}, set()) if argument == 0 else (set(), {None})
+        if kind == "local" and not _is_owner(function, owner, steps, name):
+            return set(), {None}
+        base = _Base(kind, name, function, owner)
+        target = _resolved(base, path)
+        if target is None:
+            return set(), {None}
+        helper, bound = target
+        return self._of_helper(_Helper(base, path, helper, helper.__code__), bound, argument)
+
+    def _of_helper(self, helper: _Helper, bound: Any, argument: int | str) -> _Uses:
+        code, of_torch = helper.code, (helper.function.__module__ or "").startswith("torch.")
+        if of_torch or code in self._running or len(self._running) >= _MOST_NESTED:
+            return set(), {None}
+        parameter = _parameter(code, argument, bound is not None)
+        if parameter is None:
+            return set(), {None}
+        self._running.append(code)
+        uses = self.of_parameter(helper.function, bound, parameter)
+        self._running.pop()
+        self.helpers.append(helper)
+        return uses
+
+
+def _is_owner(function: FunctionType, owner: Any, steps: Sequence[Step], name: str) -> bool:
+    """Whether a variable is the object to which a function is bound, wherever it is loaded."""
+    code = function.__code__
+    if owner is None or not code.co_argcount or code.co_varnames[0] != name:
+        return False
+    return all(s.op == "local" for s in steps if s.value == name and s.op in _OF_VARIABLES)
+
+
+def _parameter(code: CodeType, argument: int | str, is_bound: bool) -> str | None:
+    """The parameter that takes an argument, by its position or by its name; None: it is one of several, or unknown."""
+    if isinstance(argument, int):
+        at = argument + is_bound
+        return code.co_varnames[at] if at < code.co_argcount else None
+    names = code.co_varnames[code.co_posonlyargcount : code.co_argcount + code.co_kwonlyargcount]
+    return argument if argument in names else None
+
+
+def _resolved(base: _Base, path: Sequence[str]) -> tuple[FunctionType, Any] | None:
+    """The function that names lead to, and what it is bound to; found without code of the user. None: none."""
+    value, bound = base.value(), None
+    for name in path:
+        if bound is not None:
+            return None
+        value, bound = _attribute(value, name)
+    return (value, bound) if type(value) is FunctionType else None
+
+
+def _attribute(value: Any, name: str) -> tuple[Any, Any]:
+    """An attribute as it is stored, and the object if it is a method of it."""
+    kind = type(value)
+    if value is None or issubclass(kind, type):
+        return None, None
+    if issubclass(kind, ModuleType):
+        return vars(value).get(name), None
+    getter: Any = kind.__getattribute__
+    if getter is not object.__getattribute__:
+        return None, None
+    of_class = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+    table = table_of(value) or {}
+    if name in table:  # a function there is bound to nothing
+        return (None, None) if hasattr(type(of_class), "__set__") else (table[name], None)
+    if type(of_class) is staticmethod:
+        return of_class.__func__, None
+    return (of_class, value) if type(of_class) is FunctionType else (None, None)
 
 
 _OF_VARIABLES = frozenset(
@@ -109,24 +271,88 @@ def _key_after(steps: Sequence[Step], at: int) -> tuple[Any, int]:
     return (key.value, at + 2) if type(key.value) is str else (None, at)
 
 
-def _is_first_argument(steps: Sequence[Step], at: int, end: int) -> bool:
-    """Whether a call of a converter takes what the steps from `at` to `end` push as its first argument."""
-    before = [s for s in steps[max(at - 3, 0) : at] if s.op != "null"]
-    if len(before) < 2 or before[-1].op not in ("attribute", "method"):
-        return False
-    if before[-1].value not in CONVERTERS or before[-2].op != "global":
-        return False
-    if before[-2].value != "torch":
-        return False
-    pushed = 1
+_PUSHED = frozenset({"constant", "local", "global", "deref"})
+_Call = tuple[tuple[str, str], tuple[str, ...], int | str]
+
+
+def _call_of(steps: Sequence[Step], at: int, end: int) -> _Call | None:
+    """The call that takes as an argument what the steps from `at` to `end` push, and that alone decides about it.
+
+    The first name of what is called, with its kind, the attributes there, and the argument: its position or its name.
+    None: something else takes it, or another value may be there, as after a jump.
+    """
+    call = _taking(steps, end)
+    if call is None:
+        return None
+    step, above = call
+    before = _values_before(steps, at, step.number - above)
+    if before is None:
+        return None
+    start, path = before
+    if any(each.is_target for each in steps[start + 1 : step.at + 1]):
+        return None
+    base = steps[start]
+    position = step.number - above
+    named = step.number - len(step.keywords)
+    argument = position if position < named else step.keywords[position - named]
+    return (base.op, str(base.value)), path, argument
+
+
+def _taking(steps: Sequence[Step], end: int) -> tuple[Step, int] | None:
+    """The call that takes the value on the stack as an argument, and how many values there are from it on."""
+    height = 1
     for step in steps[end + 1 :]:
-        if step.op in ("constant", "global", "local"):
-            pushed += 1
-        elif step.op == "attribute" and pushed > 1:
-            continue
-        else:
-            return step.op == "call" and step.number == pushed
-    return False
+        if step.op == "call" and height <= step.number:
+            return step, height
+        taken = {"attribute": 1, "method": 1, "call": step.number + 2}.get(step.op, 0)
+        if height <= taken or not (taken or step.op in _PUSHED or step.op == "null"):
+            return None  # it takes this value, too
+        height += step.effect
+    return None
+
+
+_ATTRIBUTES = frozenset({"attribute", "method"})
+
+
+def _values_before(
+    steps: Sequence[Step], at: int, count: int
+) -> tuple[int, tuple[str, ...]] | None:
+    """Where what is called is loaded below so many arguments: the step of its first name, and the attributes there."""
+    for _ in range(count):
+        below = _below(steps, at)
+        if below is None:
+            return None
+        at = below[0]
+    found = _below(steps, at)
+    if found is None or found[1] is None or steps[found[0]].op == "constant":
+        return None
+    return found[0], found[1]
+
+
+def _below(steps: Sequence[Step], at: int) -> tuple[int, tuple[str, ...] | None] | None:
+    """The first step of those that push the value just below, and, if that is a name, the attributes looked up in it.
+
+    None: it is not known.
+    """
+    path: list[str] = []
+    while at > 0:
+        step = steps[at - 1]
+        if step.op in _PUSHED:
+            return step.at, tuple(reversed(path))
+        if step.op == "call":
+            at = step.at
+            for _ in range(step.number + 1):  # the arguments, and what is called
+                below = _below(steps, at)
+                if below is None:
+                    return None
+                at = below[0]
+            return at, None
+        if step.op in _ATTRIBUTES:
+            path.append(str(step.value))
+        elif step.op != "null":
+            return None
+        at -= 1
+    return None
 
 
 # -- the arrays of a call --------------------------------------------------------------------------

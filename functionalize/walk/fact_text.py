@@ -27,7 +27,7 @@ PLAIN = frozenset(
     {*NUMBERS, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range}
 )
 
-_MOVED = (int, float, bool)
+_MOVED = (int, float, bool, str)
 # Of tensors in a list, a dict or another object that the step replaces by one with other tensors. A replay makes
 # no such object anew, since what else holds it would not see later changes.
 CARRIED = (
@@ -38,12 +38,26 @@ CARRIED = (
 # What to do instead, at the end of messages.
 OUTSIDE = ": do so outside the step"
 MORE_ITEMS = ": append to it alone, and read it outside the step; a replay appends, too"
+NO_BOUND = ": give it a bound (`deque(maxlen=n)`): a replay moves the elements of one that is full"
 FEWER_ITEMS = ": take items outside the step, and pass the step what it needs as an argument"
 KEPT_OBJECT = ": keep one object, and assign to its attributes or items"
 NEXT_OUTSIDE = ": call `next()` outside the step, and pass the step what it gives as an argument"
 HELD_TOO = "that something else holds, too, where a replay would make another one"
 COMPUTED = ": compute it of what was there (`n + 1`), or keep it in an attribute of its own"
+OWN_TEXTS = ": make it outside the step; a replay puts no texts there but those that code of the step writes out"
 WRITE_INTO = ": write into it (`with torch.no_grad(): tensor.copy_(new)`)"
+
+# The same of a captured forward: a backward that no program covers runs it again, and would move them twice.
+_IN_FORWARD = f"{WRITE_INTO}, or capture the whole step: a captured forward (`backward=True`) puts no other one there"
+
+
+def in_forward(change: str) -> str:
+    """The text about a change that a captured forward has made, with advice that holds for one."""
+    for advice in (CARRIED, WRITE_INTO):
+        if advice in change:
+            return change.replace(advice, _IN_FORWARD)
+    return change
+
 
 Path = tuple[Any, ...]  # (path of the holder, name there); () is the step itself
 
@@ -91,6 +105,8 @@ def advice_on(fact: Any, was: Any = None, owner: type | None = None) -> str:
         return NEXT_OUTSIDE
     if _is_list(fact) and _is_list(was):
         return FEWER_ITEMS if fact[1] < was[1] else MORE_ITEMS
+    if _is_deque(fact) and _is_deque(was) and fact[1] > was[1] and fact[2] is None:
+        return NO_BOUND
     advice: str = getattr(fact, "advice", "")
     return advice or OUTSIDE
 
@@ -99,6 +115,12 @@ def _is_list(fact: Any) -> bool:
     """Whether a fact is the number of elements of a list, and more."""
     is_counted = isinstance(fact, tuple) and len(fact) > 1 and isinstance(fact[0], type)
     return is_counted and issubclass(fact[0], list) and isinstance(fact[1], int)
+
+
+def _is_deque(fact: Any) -> bool:
+    """Whether a fact is the number of elements of a deque, and the most that it takes."""
+    is_counted = isinstance(fact, tuple) and len(fact) == 3 and isinstance(fact[0], type)
+    return is_counted and issubclass(fact[0], deque) and isinstance(fact[1], int)
 
 
 def draws_text(name: str, mover: Any) -> str:

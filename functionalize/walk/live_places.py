@@ -46,8 +46,12 @@ from functionalize.walk.parts import (
 from functionalize.walk.unread import is_observable
 
 LIVE_NUMBERS = frozenset({int, float})  # not bool, and no subclass
-_MOVED = LIVE_NUMBERS | {bool}
+FIXED = frozenset(
+    {bool, str}
+)  # what a program has as constants, with guards on what was there on entry
+_MOVED = LIVE_NUMBERS | FIXED
 _TABLES = frozenset({dict, OrderedDict, defaultdict, Counter})
+_RINGS = frozenset({list, deque})  # elements by position, which a step may change in place
 _NAMESPACES = frozenset({argparse.Namespace, types.SimpleNamespace})
 _KEYS = frozenset({str, int})  # of dicts that are made anew
 _MOST_NESTED = 8
@@ -72,6 +76,7 @@ _UNCHANGED = (
 )
 _CHANGED = (list, dict, set, deque, bytearray)
 _ABSENT = object()
+_BOUND = "maxlen"  # the key in the structure of a deque, whose own keys are numbers
 _NO_KEYS: frozenset[Any] = frozenset()
 Keys = tuple[Any, ...]  # that lead from a container to something in it
 
@@ -79,7 +84,7 @@ Keys = tuple[Any, ...]  # that lead from a container to something in it
 class LivePlaces:
     """values: places of numbers and tensors, by `Held.place`. lists: lists that code only appends to, by id.
 
-    numbers: for places of bundles, by `Held.place`: the keys that lead to each number or flag in them that moves.
+    numbers: for places of bundles, by `Held.place`: the keys that lead to each number, flag or text in them that moves.
     Never changed. It keeps the containers alive, so that their ids are not reused.
     """
 
@@ -148,6 +153,11 @@ class LivePlaces:
         """The keys that lead to each number or flag that moves in the bundle at a place."""
         return self.numbers.get(place.place, _NO_KEYS) if self.numbers else _NO_KEYS
 
+    @property
+    def holders(self) -> frozenset[int]:
+        """The ids of the containers with live places, and of the live lists."""
+        return frozenset((*self._keys, *self.lists))
+
     def keys_of(self, container: Any) -> frozenset[Any]:
         """The keys of the live places in a container."""
         return self._keys.get(id(container), _NO_KEYS) if self._keys else _NO_KEYS
@@ -161,7 +171,7 @@ def is_writable(place: Held | None) -> bool:
     if place is None or is_a(place.container, Held):  # a part of what is replaced as a whole
         return False
     kind = type(place.container)
-    if kind is types.CellType or kind in _TABLES or kind is list or kind is type:
+    if kind is types.CellType or kind in _TABLES or kind in _RINGS or kind is type:
         return True
     slot = getattr(kind, place.key, None) if isinstance(place.key, str) else None
     return isinstance(slot, types.MemberDescriptorType)
@@ -176,6 +186,8 @@ def put(place: Held, value: Any) -> None:
         dict.__setitem__(container, key, value)
     elif isinstance(container, list):
         list.__setitem__(container, key, value)
+    elif isinstance(container, deque):
+        deque.__setitem__(container, key, value)
     elif type(container) is type:
         type.__setattr__(container, key, value)
     else:
@@ -196,7 +208,7 @@ def is_absent(value: Any) -> bool:
 
 
 def may_live(value: Any) -> bool:
-    """Whether a replay can move a value: a number, a flag, a tensor or a bundle."""
+    """Whether a replay can move a value: a number, a flag, a text, a tensor or a bundle."""
     return type(value) in _MOVED or issubclass(type(value), Tensor) or is_bundle(value)
 
 
@@ -210,16 +222,16 @@ def structure_of(value: Any, numbers: frozenset[Keys] = _NO_KEYS) -> Hashable:
     found = None if issubclass(kind, Tensor) else elements_in(value)
     if found is None:
         return cast(Hashable, kind)
-    return _Structures(numbers).of(kind, found, (), _MOST_NESTED)
+    return _Structures(numbers).of(value, found, (), _MOST_NESTED)
 
 
 class _Structures(NamedTuple):
     numbers: frozenset[Keys]
 
-    def of(self, kind: type, found: list[tuple[Any, Any]], keys: Keys, depth: int) -> Hashable:
+    def of(self, value: Any, found: list[tuple[Any, Any]], keys: Keys, depth: int) -> Hashable:
         """The structure of a container with these elements."""
         parts = ((key, self._inside(each, (*keys, key), depth - 1)) for key, each in found)
-        return kind, tuple(parts)
+        return type(value), (*_bound_of(value), *parts)
 
     def _inside(self, value: Any, keys: Keys, depth: int) -> Hashable:
         kind = type(value)
@@ -229,7 +241,7 @@ class _Structures(NamedTuple):
             return cast(Hashable, value.node.kind)
         found = None if issubclass(kind, Tensor) else elements_in(value)
         if found is not None and depth:
-            return self.of(kind, found, keys, depth)
+            return self.of(value, found, keys, depth)
         return (
             cast(Hashable, kind)
             if found is not None or issubclass(kind, Tensor)
@@ -237,8 +249,14 @@ class _Structures(NamedTuple):
         )
 
 
+def _bound_of(value: Any) -> Iterator[Hashable]:
+    """The most elements that a container takes, as a part of its structure, if there is such a number."""
+    if type(value) is deque and value.maxlen is not None:
+        yield _BOUND, (deque, str(value.maxlen))
+
+
 def numbers_between(was: Any, now: Any, keys: Keys = ()) -> Iterator[Keys]:
-    """The keys that lead to each number or flag in which two structures differ, of one type in both."""
+    """The keys that lead to each number, flag or text in which two structures differ, of one type in both."""
     if was == now or not (type(was) is type(now) is tuple and was[0] is now[0]):
         return
     kind, inner = was
@@ -257,8 +275,8 @@ def difference_in(name: str, was: Any, now: Any) -> tuple[str, str, str]:
     if len(both) == 2 and was[0] is now[0]:
         keys, keys_now = ([key for key, _ in each[1]] for each in both)
         if keys != keys_now:
-            kind = was[0].__name__
-            return name, f"a {kind} of {len(keys_now)}", f"a {kind} of {len(keys)}"
+            kind, counts = was[0].__name__, [len({*each} - {_BOUND}) for each in (keys, keys_now)]
+            return name, f"a {kind} of {counts[1]}", f"a {kind} of {counts[0]}"
         for (key, before), (_, after) in zip(was[1], now[1], strict=True):
             if before != after:
                 return difference_in(f"{name}.{key}", before, after)
@@ -291,8 +309,8 @@ def elements_in(value: Any) -> list[tuple[Any, Any]] | None:
         return None
     if kind is tuple or _is_named_tuple(kind):
         return list(enumerate(tuple.__iter__(value)))
-    if kind is list:
-        return list(enumerate(list.__iter__(value)))
+    if kind in _RINGS:
+        return list(enumerate(kind.__iter__(value)))
     if kind is dict:
         return list(value.items())
     return _fields_of(value) if _is_record(kind) else None
@@ -530,7 +548,8 @@ def state_numbers(optimizer: torch.optim.Optimizer, live: LivePlaces) -> list[tu
 def may_move(holder: Visit, visit: Visit) -> bool:
     """Whether a replay may assign what the step assigns to a place of `holder`.
 
-    Of a module or an optimizer no flags: `training` is state of modules. Of an object of a library integers and flags.
+    Of a module or an optimizer no flags and texts: `training` is state of modules. Of an object of a library integers
+    and flags.
     """
     owner: Any = holder.value
     if type(owner) is types.MethodType:
@@ -539,7 +558,7 @@ def may_move(holder: Visit, visit: Visit) -> bool:
     if visit.moving is not None or not is_writable(visit.place):
         return False
     if issubclass(kind, (nn.Module, torch.optim.Optimizer)):
-        is_known = what is not bool
+        is_known = what not in FIXED
     elif issubclass(kind, Tensor):  # what a script has left on it
         is_known = True
     else:

@@ -90,6 +90,12 @@ from functionalize.walk.code_names import (
 from functionalize.walk.fact_text import PLAIN, Path
 
 SAME = object()  # the key of a part that has the path of its holder
+WITH_ITEMS = (
+    dict,
+    list,
+    tuple,
+    deque,
+)  # containers whose elements have places, by key or by position
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +115,7 @@ class Held:
             container = container.resolve()
         if self.key is None:
             return container.cell_contents
-        if is_a(container, (dict, list, tuple)):
+        if is_a(container, WITH_ITEMS):
             return item_of(container, self.key)
         return getattr(container, self.key)
 
@@ -120,7 +126,7 @@ class Held:
             container = container.resolve()
         if self.key is None:
             facts.attribute(container, "cell_contents")
-        elif is_a(container, (dict, list, tuple)):
+        elif is_a(container, WITH_ITEMS):
             facts.entry(container, self.key)
         else:
             facts.attribute(container, self.key)
@@ -406,15 +412,13 @@ def _container(value: Any) -> Parts:
         if is_a(value, defaultdict):
             held.append(Part("default_factory", value.default_factory))
         return Parts((kind, size, tuple(k if type(k) is str else type(k) for k in elements)), held)
-    if is_a(value, (list, tuple)):
-        return Parts(
-            (kind, size), [Part(i, v, f"+_{i}", Held(value, i)) for i, v in enumerate(elements)]
-        )
-    is_set = not is_a(value, deque)
-    order = (_SetOrder(tuple(e for e in elements if type(e) in PLAIN)),) if is_set else ()
-    ordered = sorted(elements, key=_order) if is_set else elements
-    held = [Part(i, v, f"+_{i}") for i, v in enumerate(ordered)]
-    return Parts((kind, size, *order), held, is_loose=True)
+    if is_a(value, WITH_ITEMS):
+        bound = (deque.maxlen.__get__(value),) if is_a(value, deque) else ()
+        held = [Part(i, v, f"+_{i}", Held(value, i)) for i, v in enumerate(elements)]
+        return Parts((kind, size, *bound), held)
+    order = _SetOrder(tuple(e for e in elements if type(e) in PLAIN))
+    held = [Part(i, v, f"+_{i}") for i, v in enumerate(sorted(elements, key=_order))]
+    return Parts((kind, size, order), held, is_loose=True)
 
 
 def _elements(value: Any) -> list[Any]:
@@ -940,7 +944,7 @@ def _of_bases(kind: type, names: NameFilter) -> NameFilter | None:
 
 def _slots(value: Any, names: Container[Any], every: bool) -> Iterator[Part]:
     # A place in a container is an element, so that what is in its slots has none.
-    has_places = not issubclass(type(value), (dict, list, tuple))
+    has_places = not issubclass(type(value), WITH_ITEMS)
     for name, slot in _slots_in(type(value)):
         try:
             content = slot.__get__(value)

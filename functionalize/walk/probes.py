@@ -132,7 +132,7 @@ class Probes:
                 self.add_table(table)
             if not vars(value) and is_users_function(value):  # it may get its first attribute
                 self._empty.append(vars(value))
-        elif kind is list:
+        elif kind is list:  # of a deque, its bound counts, too
             self.add_list(value)
         elif kind is dict:
             self.add_table(value)

@@ -33,7 +33,8 @@ class Roots:
     functions: the user's functions.
     arguments: a name per leaf of the step's arguments.
     named_modules: for each root module, every module under it with its full name.
-    only_appended: ids of lists that are no state of the step, since its code only appends to them.
+    found_elsewhere: ids of containers whose tensors are not found through the module that holds them: of lists that
+    are no state of the step, since its code only appends to them, and of those in which the step moves elements.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -45,7 +46,7 @@ class Roots:
     functions: list[types.FunctionType] = field(default_factory=list)
     arguments: list[str] = field(default_factory=list)
     named_modules: dict[str, list[tuple[str, nn.Module]]] = field(default_factory=dict)
-    only_appended: frozenset[int] = frozenset()
+    found_elsewhere: frozenset[int] = frozenset()
     _walked: list[tuple[str, nn.Module]] | None = None
     _states: dict[str, list[Any]] | None = None
 

@@ -44,7 +44,7 @@ from functionalize.util.packages import is_installed
 from functionalize.util.patching import Patch, Patches
 from functionalize.walk.code_names import NameFilter, names_in
 from functionalize.walk.code_uses import assigned_constant
-from functionalize.walk.converted_arrays import ConvertedArray, converted_arrays, with_tensors
+from functionalize.walk.converted_arrays import Conversions, converted_arrays, with_tensors
 from functionalize.walk.fact_text import Path
 from functionalize.walk.parts import is_native, library, look_of, users
 from functionalize.walk.roots import Roots
@@ -63,6 +63,7 @@ class Unread(NamedTuple):
 
 
 _NONE = Unread(frozenset(), frozenset())
+_NO_ARRAYS = Conversions(frozenset())
 
 
 class ReadArguments:
@@ -75,7 +76,8 @@ class ReadArguments:
         self._first = int(is_bound)  # the position of the first argument
         self._code: types.CodeType | None = None
         self._unread = _NONE
-        self._arrays: frozenset[ConvertedArray] = frozenset()
+        self._owner = fn.__self__ if isinstance(fn, types.MethodType) else None
+        self._conversions = _NO_ARRAYS
         self._positions: dict[str, int] = {}
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -86,18 +88,12 @@ class ReadArguments:
         function = self._function
         if function is None:
             return args, kwargs
-        if function.__code__ is not self._code:  # it may be replaced
+        # They may be replaced.
+        if function.__code__ is not self._code or not self._conversions.hold():
             self._code = function.__code__
-            try:
-                self._unread, self._arrays = _unread_of(self._code), converted_arrays(function)
-            except (
-                UncapturableError
-            ):  # an unknown instruction or Python: the recording refuses the step by name
-                self._unread, self._arrays = _NONE, frozenset()
-            named = self._code.co_varnames[: self._code.co_argcount]
-            self._positions = {name: at - self._first for at, name in enumerate(named)}
-        if self._arrays:
-            args, kwargs = with_tensors(self._arrays, self._positions, args, kwargs)
+            self._read(function)
+        if self._conversions.arrays:
+            args, kwargs = with_tensors(self._conversions.arrays, self._positions, args, kwargs)
         positions, names = self._unread
         if not names:
             return args, kwargs
@@ -109,6 +105,17 @@ class ReadArguments:
             key: None if key in names and type(each) in _NUMBERS else each
             for key, each in kwargs.items()
         }
+
+    def _read(self, function: types.FunctionType) -> None:
+        code = function.__code__
+        try:
+            self._unread = _unread_of(code)
+            self._conversions = converted_arrays(function, self._owner)
+        except UncapturableError:
+            # An unknown instruction or Python: the recording refuses the step by name.
+            self._unread, self._conversions = _NONE, _NO_ARRAYS
+        named = code.co_varnames[: code.co_argcount]
+        self._positions = {name: at - self._first for at, name in enumerate(named)}
 
     def read_all(self) -> None:
         """From now on every argument counts as read."""

@@ -63,6 +63,7 @@ from functionalize.walk.parts import (
     BY_EQUALITY,
     CONTAINERS,
     SAME,
+    WITH_ITEMS,
     Held,
     Is,
     Part,
@@ -113,7 +114,7 @@ def walked(
             break
     state.names = known.copy()
     state.roots.arguments = _argument_names(args, names)
-    state.roots.only_appended = frozenset(live.lists)
+    state.roots.found_elsewhere = live.holders
     return state
 
 
@@ -204,6 +205,7 @@ class PythonState:
     live: places whose contents are no facts. slots: path, place, content (of tensors weakly) of those that may be.
     lists: path, place and list of those that code of the step finds by a name.
     movable: path and place of all of these, and of those that hold nothing yet.
+    rings: path, object and size of each deque that takes so many elements and no more.
     holders: by id, the objects that determine ops and can be changed, each with its place.
     movers: path -> object and place, of each whose state is read only by changing it.
     shared: ids of objects that more than one path leads to. owners: id of a path -> type of the object there.
@@ -234,6 +236,7 @@ class PythonState:
         self.slots: list[tuple[Path, Held, Any]] = []
         self.lists: list[tuple[Path, Held, list[Any]]] = []
         self.movable: list[tuple[Path, Held]] = []
+        self.rings: list[tuple[Path, weakref.ref[deque[Any]], int]] = []
         self.shared: set[int] = set()
         self.holders: dict[int, tuple[Held, Any]] = {}
         self.movers: dict[Path, tuple[Any, Held | None]] = {}
@@ -339,6 +342,8 @@ class PythonState:
         is_held = visit.place is not None and visit.is_fact and not self._is_replay
         if is_held and not self.hooks_run_outside and can_change(value):
             self.holders[id(value)] = cast(Held, visit.place), value
+        if kind is deque and visit.is_fact and not self._is_replay and value.maxlen is not None:
+            self.rings.append((visit.path, weakref.ref(value), len(value)))
         parts = parts_of(value, self.names)
         for part in parts.still:
             still = Visit(visit.path, visit.name, None, is_fact=visit.is_fact, is_loose=True)
@@ -437,7 +442,7 @@ class PythonState:
 
     def forget_slots(self) -> None:
         """Release what only a recording needs."""
-        self.slots, self.lists, self.movable = [], [], []
+        self.slots, self.lists, self.rings, self.movable = [], [], [], []
         self.owners, self.movers, self.holders = {}, {}, {}
 
     def _note_slot(self, holder: Visit, visit: Visit) -> None:
@@ -473,6 +478,8 @@ class PythonState:
             if kind is None and not is_loose and self._is_live_list(part.value):
                 kind = list
             if kind is not None and visit.moving is None:
+                if kind is str and not self._is_replay:
+                    self.names.add_format(part.value)
                 return self._note(visit, ("kind", kind))
             (self._queue if visit.moving is None else self._moved).append(visit)
         elif not self._is_replay:
@@ -594,12 +601,22 @@ class PythonState:
                 continue
             if type(value) in _GUARDED or key.startswith(_FSDP_ATTRIBUTE):
                 continue
-            if self.live.holds_bundle(Held(table, key), value):  # its tensors are found again there
+            is_carried = self.live.holds_bundle(Held(table, key), value)
+            if is_carried or self.live.keys_of(value):  # its tensors are found again there
                 self._push(Visit(visit.path, visit.name, None), attribute(table, key))
                 continue
-            if issubclass(type(value), (list, tuple)):  # `isinstance` asks the object
+            if issubclass(type(value), (list, tuple, deque)):  # `isinstance` asks the object
                 self._of_modules.add(id(value))
+            if not self._is_replay:
+                self._note_elements((visit.path, key), value)
             self._push(loose, attribute(table, key)._replace(value=value))
+
+    def _note_elements(self, path: Path, value: Any) -> None:
+        """Note the places in a container of a module: the step may change it in place."""
+        if type(value) in WITH_ITEMS:
+            holder = Visit(path, "", value)
+            for key, each in elements_in(value) or ():
+                self._note_slot(holder, Visit((path, key), "", each, Held(value, key)))
 
     def _optimizer(self, visit: Visit, optimizer: torch.optim.Optimizer) -> None:
         """The class of an optimizer, its hooks, replaced methods, and numbers in its state."""

@@ -188,3 +188,82 @@ def test_lazy_on_one_rank_of_a_vote() -> None:
     ):
         assert all(map(torch.equal, expected, found))
         assert replays > 12 and eager == rank
+
+
+class _Late(nn.Module):
+    """Two layers, of which lazy ones are made by the calls from which on they are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LazyLinear(4), nn.LazyLinear(4)
+        self.starts = (0, 0)
+
+    def forward(self, x: Tensor, i: int) -> Tensor:
+        for layer, start in zip((self.first, self.second), self.starts, strict=True):
+            x = layer(x) if i >= start else x.new_ones(3, 4) * x.mean()
+        return x
+
+
+# For each rank: whether its layers are made before the first call, and the calls from which on they are used.
+_MADE = {
+    "one rank has made them": ((True, (0, 0)), (False, (0, 0))),
+    "both make them at the first call": ((False, (0, 0)), (False, (0, 0))),
+    "at other calls": ((False, (0, 5)), (False, (0, 0))),
+    "at other calls, far apart": ((False, (9, 14)), (False, (0, 3))),
+    "one rank never does": ((True, (0, 0)), (False, (0, 10**6))),
+}
+
+
+@ample_allowance()
+def _made_at_other_calls(kind: str, reads: bool, options: dict[str, Any]) -> Any:
+    """Gradients are averaged over the ranks. reads: whether the step relies on a number, so that ranks vote."""
+    is_made, starts = _MADE[kind][dist.get_rank()]
+    results, step_of_rank = [], None
+    for captured in (False, True):
+        torch.manual_seed(0)
+        model = _Late()
+        if is_made:
+            torch.manual_seed(1)
+            model(torch.ones(3, 5), 0)
+        model.starts = starts
+
+        def step(x: Tensor, i: int, model: _Late = model) -> Tensor:
+            loss = model(x, min(i, 20)).square().mean()
+            if loss.requires_grad:
+                loss.backward()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            scale = total.item() if reads else 1.0
+            with torch.no_grad():
+                for layer in (model.first, model.second):
+                    for name in ("weight", "bias"):
+                        parameter = getattr(layer, name)
+                        has = not isinstance(parameter, nn.UninitializedParameter)
+                        has = has and parameter.grad is not None
+                        mean = parameter.grad.mean() if has else torch.zeros(())
+                        dist.all_reduce(mean)
+                        if has:
+                            parameter.sub_(parameter.grad + mean, alpha=0.01 / (1 + scale))
+                            parameter.grad = None
+            return total
+
+        step_of_rank = fz.capture(step, **options) if captured else step
+        losses = []
+        for i in range(60):
+            torch.manual_seed(100 + i)
+            losses.append(step_of_rank(torch.randn(3, 5), min(i, 20)))
+        results.append(losses)
+    core = step_of_rank.core
+    return *results, step_of_rank.stats.replays, [str(e) for e in core.refused.values()]
+
+
+@pytest.mark.parametrize("options", [{}, {"passes": "fast"}], ids=["", "fast"])
+@pytest.mark.parametrize("reads", [False, True], ids=["", "reads a number"])
+@pytest.mark.parametrize("kind", _MADE)
+def test_made_at_other_calls(kind: str, reads: bool, options: dict[str, Any]) -> None:
+    found = run_on_ranks(_made_at_other_calls, kind, reads, options, world=2)
+    for rank, (expected, ours, replays, refused) in enumerate(found):
+        assert all(map(torch.equal, expected, ours)), rank
+        assert not any("bug in functionalize" in error for error in refused), refused
+        if kind != "one rank never does":
+            assert replays > 8, (rank, refused)

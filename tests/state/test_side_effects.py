@@ -31,7 +31,7 @@ def refusal(step: Callable[[Tensor], Any], calls: int = 8) -> str:
 
 
 def fills_a_deque() -> Callable[[Tensor], Any]:
-    last: deque[Tensor] = deque(maxlen=2)
+    last: deque[Tensor] = deque()
 
     def step(x: Tensor) -> Tensor:
         last.append(x.sum())

@@ -816,12 +816,109 @@ def list_that_is_read(w: World) -> Step:
     return step
 
 
-@refused(r"`w.recent` is a deque of 2, was a deque of 1")
+@replays(5)
+def text_that_alternates(w: World) -> Step:
+    w.phase = "warm"
+
+    def step(x: Tensor) -> Any:
+        loss = w.train(x).detach() * (2 if w.phase == "warm" else 3)
+        w.phase = "hot" if w.phase == "warm" else "warm"
+        return loss
+
+    return step
+
+
+@refused(r"`w.label` is 'call \d', was 'call \d'", 3)
+def text_that_is_computed(w: World) -> Step:
+    w.label = "call 0"
+
+    def step(x: Tensor) -> Any:
+        w.n += 1
+        w.label = f"call {w.n}"
+        return w.train(x).detach()
+
+    return step
+
+
+@refused(r"`w.recent` is a deque of 2, was a deque of 1: give it a bound \(`deque\(maxlen=n\)`\)")
+def deque_without_bound(w: World) -> Step:
+    w.recent = deque()
+
+    def step(x: Tensor) -> float:
+        w.recent.append(w.train(x).item())
+        return sum(w.recent)
+
+    return step
+
+
+@replays(6)
 def deque_of_losses(w: World) -> Step:
     w.recent = deque(maxlen=3)
 
     def step(x: Tensor) -> None:
         w.recent.append(w.train(x).item())
+
+    return step
+
+
+@replays(6)
+def deque_that_is_read(w: World) -> Step:
+    w.recent = deque(maxlen=3)
+
+    def step(x: Tensor) -> float:
+        w.recent.appendleft(w.train(x).item())
+        return sum(w.recent) / len(w.recent)
+
+    return step
+
+
+@replays(5)
+def full_deque(w: World) -> Step:
+    w.recent = deque([0.0] * 4, maxlen=4)
+
+    def step(x: Tensor) -> Any:
+        w.recent.append(w.train(x).item())
+        w.recent.rotate(2)
+        return w.recent[0]
+
+    return step
+
+
+@replays(4)
+def deque_without_bound_that_is_popped(w: World) -> Step:
+    w.recent = deque(torch.zeros(()) for _ in range(4))
+
+    def step(x: Tensor) -> Any:
+        first = w.recent.popleft()
+        w.recent.append(w.train(x).detach() + first)
+        return first
+
+    return step
+
+
+@replays(4)
+def list_of_module_changed_in_place(w: World) -> Step:
+    w.model.ring = [torch.zeros(()) for _ in range(3)]  # type: ignore[assignment]
+
+    def step(x: Tensor) -> Any:
+        ring: Any = w.model.ring
+        mean = sum(ring) / len(ring)
+        ring.append(w.train(x).detach() * mean)
+        ring.pop(0)
+        return mean
+
+    return step
+
+
+@replays(4)
+def table_of_module_changed_in_place(w: World) -> Step:
+    w.model.table = {"h": torch.zeros(()), "n": 0}  # type: ignore[assignment]
+
+    def step(x: Tensor) -> Any:
+        table: Any = w.model.table
+        table["h"] = w.train(x).detach() + table["h"] * 0.5
+        table["n"] += 1
+        return table["h"] * table["n"]
 
     return step
 

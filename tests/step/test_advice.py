@@ -152,6 +152,12 @@ def _recent(o: Owner, x: Tensor, given: Any) -> Any:
     return loss.item()
 
 
+def _bounded(o: Owner, x: Tensor, given: Any) -> Any:
+    loss = o.loss(x)
+    o.bounded.append(loss.item())
+    return loss.item()
+
+
 def _text_grows(o: Owner, x: Tensor, given: Any) -> Any:
     o.text += "."
     return o.loss(x)
@@ -495,9 +501,9 @@ ROWS = (
     Row(
         _recent,
         r"`o\.recent` is a deque of 2, was a deque of 1",
-        OUTSIDE,
-        _number,
-        after=lambda o, found: o.recent.append(found),
+        r"give it a bound \(`deque\(maxlen=n\)`\)",
+        _bounded,
+        first=5,
     ),
     Row(
         _text_grows,

@@ -127,6 +127,19 @@ def flag(s: Any, y: Tensor) -> Any:
     return y.sum() * (2 if n is True else 3)
 
 
+def text(s: Any, y: Tensor) -> Any:
+    phase = s.opened(s.a)[1]
+    s.a = s.next(y, "hot" if phase == "warm" else "warm")
+    return y.sum() * (2 if phase == "warm" else 3)
+
+
+def text_by_number(s: Any, y: Tensor) -> Any:
+    n = s.opened(s.b)[1]
+    s.b = s.next(y, n + 1)
+    s.a = s.next(y, ("warm", "hot", "cold")[min(n // 6, 2)])
+    return y.sum() * (2 if s.opened(s.a)[1] == "hot" else 3)
+
+
 CHANGES = [
     *(
         counter,
@@ -137,7 +150,7 @@ CHANGES = [
         result_without_a_number,
         parts_of_the_result,
     ),
-    *(made_by_the_first_call, inside_of_others, flag),
+    *(made_by_the_first_call, inside_of_others, flag, text, text_by_number),
 ]
 
 
@@ -174,7 +187,7 @@ def run(pack: str, change: Callable[[Any, Tensor], Any], capture: Callable[[Any]
     for i in range(20):
         left = captured(torch.randn(3))
         found.append(picture([left, space.a, space.b, space.c], {}))
-        if i == 12 and change is not flag:  # from outside
+        if i == 12 and change not in (flag, text, text_by_number):  # from outside
             space.a = space.pack(torch.ones(3), 100)
         if i == 17:  # no longer one object with the other
             space.b = space.pack(torch.full((3,), 2.0), 50)
@@ -198,6 +211,70 @@ def test_audited(change: Callable[[Any, Tensor], Any]) -> None:
     )
     assert found == expected
     assert step.stats.audits > 3 and not step.stats.audit_failures
+
+
+def _phases(phase: Callable[[Any, Any], str], capture: Callable[[Any], Any]) -> Any:
+    space: Any = types.SimpleNamespace(state={"h": torch.zeros(2), "phase": "warm"}, n=0, mode="a")
+
+    def step(x: Tensor, given: str) -> Tensor:
+        scale = {"warm": 2.0, "hot": 3.0}.get(space.state["phase"], 5.0)
+        space.n += 1
+        space.state = {"h": space.state["h"] * 0.5 + x * scale, "phase": phase(space, given)}
+        return space.state["h"].sum()
+
+    captured, found = capture(step), []
+    for i in range(32):
+        if i % 8 == 3:
+            space.mode = "ab"[i % 16 > 8]
+        loss = captured(torch.full((2,), float(i)), "hot" if i // 4 % 2 else "warm")
+        found += [loss.item(), space.state["phase"], *space.state["h"].tolist()]
+        if i == 20:  # from outside
+            space.state["phase"] = "other"
+    return found, captured
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [
+        lambda s, given: given,
+        lambda s, given: "hot" if s.state["phase"] == "warm" else "warm",
+        lambda s, given: s.mode,
+        lambda s, given: s.state["phase"],
+        lambda s, given: "hot" if s.n > 12 else "warm",
+    ],
+    ids=["of an argument", "alternates", "guarded", "stays", "by a number"],
+)
+def test_text_in_container(phase: Callable[[Any, Any], str]) -> None:
+    (expected, _), (found, step) = _phases(phase, lambda s: s), _phases(phase, fz.capture)
+    assert found == expected
+    assert step.stats.replays > 8, step.explain()
+    assert not step.stats.audit_failures
+
+
+def test_computed_text_is_refused() -> None:
+    """It may have a number in it that no guard knows."""
+    (expected, _), (found, step) = (
+        _phases(lambda s, given: f"step {s.n}", capture) for capture in (lambda s: s, fz.capture)
+    )
+    assert found == expected
+    error = str(next(iter(step.core.refused.values())))
+    assert "`space.state.phase` is 'step " in error, error
+    assert "make it outside the step" in error and f"{__file__}:" in error, error
+    assert not step.stats.replays
+
+    space: Any = types.SimpleNamespace(state={"h": torch.zeros(2), "phase": "step 0"})
+
+    def edited(x: Tensor) -> Tensor:
+        space.state = {"h": space.state["h"] * 0.5 + x, "phase": "done"}
+        return space.state["h"].sum()
+
+    captured, twin = fz.capture(edited, on_uncapturable="raise"), torch.zeros(2)
+    for i in range(16):
+        twin = twin * 0.5 + i
+        assert torch.equal(captured(torch.full((2,), float(i))), twin.sum())
+        assert space.state["phase"] == "done"
+        space.state["phase"] = "step"
+    assert captured.stats.replays > 8
 
 
 def test_what_the_caller_changes_is_carried() -> None:

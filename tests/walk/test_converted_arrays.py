@@ -177,6 +177,50 @@ def in_a_nested_function(obs: Any) -> Any:
     return sum(torch.as_tensor(obs).sum() * i for i in range(2))
 
 
+def by_one_of_two_functions(obs: Any) -> Any:
+    return (_mean if MODEL.training else torch.as_tensor)(obs).sum()
+
+
+def _mean(obs: Any) -> Any:
+    return torch.tensor(float(obs.mean()))
+
+
+def by_a_helper_that_reads_it(obs: Any) -> Any:
+    return _mean(obs) + torch.as_tensor(obs).sum()
+
+
+def by_a_helper_of_any_arguments(obs: Any) -> Any:
+    return _of_all(obs)
+
+
+def _of_all(*args: Any) -> Any:
+    return torch.as_tensor(args[0]).sum() * float(args[0][0, 0])
+
+
+def by_a_helper_that_calls_itself(obs: Any) -> Any:
+    return _again(obs, 2)
+
+
+def _again(obs: Any, n: int) -> Any:
+    return _again(obs, n - 1) if n else torch.as_tensor(obs).sum()
+
+
+def by_a_method_of_it(obs: Any) -> Any:
+    return torch.as_tensor(obs.sum(0)).sum()
+
+
+def by_a_helper_that_keeps_it(obs: Any) -> Any:
+    return _kept(obs).sum() * float(KEPT[0][0, 0])
+
+
+KEPT: list[Any] = [None]
+
+
+def _kept(obs: Any) -> Any:
+    KEPT[0] = obs
+    return torch.as_tensor(obs)
+
+
 def may_not_be_assigned(obs: Any) -> Any:
     if MODEL.training:
         obs = torch.as_tensor(obs)
@@ -207,6 +251,12 @@ OTHERS = (
     by_another_function,
     in_a_list,
     in_a_nested_function,
+    by_one_of_two_functions,
+    by_a_helper_that_reads_it,
+    by_a_helper_of_any_arguments,
+    by_a_helper_that_calls_itself,
+    by_a_method_of_it,
+    by_a_helper_that_keeps_it,
     may_not_be_assigned,
     in_a_handler,
     by_its_frame,
@@ -217,7 +267,7 @@ OTHERS = (
 @pytest.mark.filterwarnings("ignore:Creating a tensor from a list")
 @pytest.mark.parametrize("fn", OTHERS, ids=lambda fn: fn.__name__)
 def test_an_array_with_another_use_is_a_constant(fn):
-    assert not converted_arrays(fn)
+    assert not converted_arrays(fn).arrays
     step = fz.capture(fn, audit=False)
     found = _results(step, lambda i: _array(i // 3))
     expected = _results(fn, lambda i: _array(i // 3))
@@ -229,24 +279,148 @@ def test_an_array_with_another_use_is_a_constant(fn):
 
 
 def test_which_arrays_are_converted():
-    assert converted_arrays(as_tensor) == {ConvertedArray("obs")}
+    assert converted_arrays(as_tensor).arrays == {ConvertedArray("obs")}
 
     def of_a_dict(batch: Any, other: Any) -> Any:
         read = batch["b"][0]
         return torch.as_tensor(batch["a"]), torch.as_tensor(batch["b"]), read, other["c"]
 
-    assert converted_arrays(of_a_dict) == {ConvertedArray("batch", "a")}
+    assert converted_arrays(of_a_dict).arrays == {ConvertedArray("batch", "a")}
 
     def of_a_whole_dict(batch: Any) -> Any:
         return torch.as_tensor(batch["a"]), batch.values()
 
-    assert not converted_arrays(of_a_whole_dict)
+    assert not converted_arrays(of_a_whole_dict).arrays
 
 
 def _two(a: Any, b: Any) -> Any:
     x, y = torch.as_tensor(a), torch.as_tensor(b)
     x.add_(1)
     return y.sum()
+
+
+# -- by functions that the step calls --------------------------------------------------------------
+
+
+def _helper(obs: Any) -> Tensor:
+    return torch.as_tensor(obs, dtype=torch.float32)
+
+
+def _scaled(obs: Any, scale: float = 1.0, *, more: float = 0.0) -> Tensor:
+    found = torch.from_numpy(obs).float()
+    return found * scale + more
+
+
+def _obs_of(batch: Any) -> Tensor:
+    return _helper(batch["obs"])
+
+
+class Trainer:
+    """Its methods make tensors of arrays, and steps call them."""
+
+    def __init__(self) -> None:
+        self.model, self.scale = MODEL, 2.0
+
+    def to_tensor(self, obs: Any) -> Tensor:
+        return torch.as_tensor(obs, dtype=torch.float32)
+
+    @staticmethod
+    def static(obs: Any) -> Tensor:
+        return torch.tensor(obs).float()
+
+    def inner(self, obs: Any, others: Any) -> Tensor:
+        return self.to_tensor(obs) + others
+
+    def by_method(self, obs: Any) -> Tensor:
+        return self.model(self.to_tensor(obs)).sum()
+
+    def by_static_method(self, obs: Any) -> Tensor:
+        return self.model(self.static(obs)).sum()
+
+    def by_several(self, obs: Any) -> Tensor:
+        return self.model(self.inner(obs, torch.ones(4)) + self.to_tensor(obs=obs)).sum()
+
+    def by_function(self, obs: Any) -> Tensor:
+        return self.model(_helper(obs)).sum()
+
+    def by_keyword(self, obs: Any) -> Tensor:
+        return self.model(_scaled(scale=self.scale, more=float(self.scale), obs=obs)).sum()
+
+    def among_others(self, obs: Any) -> Tensor:
+        return self.model(_scaled(obs, max(self.scale, 3.0))).sum()
+
+    def of_another(self, obs: Any) -> Tensor:
+        return self.model(OTHER.to_tensor(obs)).sum()
+
+
+OTHER = Trainer()
+OF_METHODS = [name for name in vars(Trainer) if name.startswith(("by_", "among", "of_"))]
+
+
+@pytest.mark.parametrize("name", OF_METHODS)
+def test_an_array_that_a_helper_converts_is_an_input(name):
+    fn = getattr(Trainer(), name)
+    step = fz.capture(fn)
+    assert _results(step, _array) == _results(fn, _array)
+    assert step.stats.captures == 1 and step.stats.replays >= 11
+    assert not step.stats.audit_failures
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_arrays_in_a_dict_that_a_helper_converts(by_key):
+    def of_key(batch: Any) -> Any:
+        return MODEL(_helper(batch["obs"])).sum() * batch["weight"].sum()
+
+    def of_batch(batch: Any) -> Any:
+        return MODEL(_obs_of(batch)).sum() * batch["weight"].sum()
+
+    fn = of_key if by_key else of_batch
+    assert converted_arrays(fn).arrays == {ConvertedArray("batch", "obs")}
+    step = fz.capture(fn)
+    for i in range(14):
+        batch = {"obs": _array(i), "weight": torch.full((2,), float(i))}
+        assert bits(step(batch)) == bits(fn(batch))
+    assert step.stats.captures == 1 and step.stats.replays >= 11
+
+
+def test_a_helper_that_is_replaced(monkeypatch):
+    """By a function that reads the array, by a method of the object alone: the array is a constant from then on."""
+
+    def reads(obs: Any) -> Any:
+        return torch.as_tensor(obs, dtype=torch.float32) * float(obs[0, 0])
+
+    trainer = Trainer()
+    for name, replace in (
+        ("by_function", lambda: monkeypatch.setitem(globals(), "_helper", reads)),
+        ("by_method", lambda: setattr(trainer, "to_tensor", reads)),
+        ("of_another", lambda: monkeypatch.setattr(Trainer, "to_tensor", lambda _, o: reads(o))),
+    ):
+        fn = getattr(trainer, name)
+        step = fz.capture(fn, audit=False)
+        for i in range(16):
+            if i == 8:
+                assert step.stats.replays >= 5
+                replace()
+            assert bits(step(_array(i))) == bits(fn(_array(i))), (name, i)
+
+
+def test_which_arrays_helpers_convert():
+    trainer: Any = Trainer()
+    assert converted_arrays(Trainer.by_method, trainer).arrays == {ConvertedArray("obs")}
+    assert not converted_arrays(Trainer.by_method).arrays  # of any object
+    trainer.to_tensor = len
+    assert not converted_arrays(Trainer.by_method, trainer).arrays
+
+    def of_two_keys(batch: Any) -> Any:
+        return _obs_of(batch), torch.as_tensor(batch["act"]), batch["other"][0]
+
+    arrays = {ConvertedArray("batch", "obs"), ConvertedArray("batch", "act")}
+    assert converted_arrays(of_two_keys).arrays == arrays
+
+    def read_too(batch: Any) -> Any:
+        return _obs_of(batch), batch["obs"][0]
+
+    assert not converted_arrays(read_too).arrays
 
 
 def test_arrays_that_share_memory_are_constants():
