@@ -723,13 +723,15 @@ def patches_for(watcher: Watcher) -> Iterator[Patches]:
     if dist.is_available() and dist.is_initialized():
         yield GROUPS
     yield GENERATORS
-    if torch.cuda.is_available():
+    is_real = watcher.checks is not None and watcher.checks.for_real
+    # Eager defers what seeds CUDA before there is any, which a step may do in every call.
+    if is_real or torch.cuda.is_available() or torch.cuda.is_initialized():
         yield CUDA_GENERATORS
     if watcher.checks is not None:
         yield CHECKS
-        if watcher.checks.for_real:
-            yield NUMBERS
-            yield EFFECTS
+    if is_real:
+        yield NUMBERS
+        yield EFFECTS
 
 
 def _is_recording() -> bool:
