@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import functionalize as fz
 from functionalize.errors import FunctionalizeError
+from tests.allowance import ample_allowance
 from tests.scalars.bits import bits
 
 
@@ -177,7 +178,8 @@ def check(row: Row, calls: int = 9) -> None:
     def edited(x: Tensor, given: Any) -> Any:
         return row.edited(o, x, given)
 
-    step = fz.capture(edited, audit=False, on_uncapturable="raise")
+    with ample_allowance():
+        step = fz.capture(edited, audit=False, on_uncapturable="raise")
     found = results(lambda owner, *args: step(*args), row, o, True, calls)
     expected = results(row.edited, row, Owner(), True, calls)
     assert found == expected
