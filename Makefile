@@ -59,6 +59,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.capture
 	$(BIN)/python -m benchmarks.replay
 	$(BIN)/python -m benchmarks.around
+	$(BIN)/python -m benchmarks.journey
 	$(BIN)/python -m benchmarks.side_by_side
 	$(BIN)/python -m benchmarks.step_time
 	$(BIN)/python -m benchmarks.exposed
