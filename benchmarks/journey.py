@@ -8,7 +8,7 @@
 
 A capture that is kept, a replay, `fz.trace` of four ops, and the second `fz.plan` of a model, each after calls of its
 kind, so that imports are not counted. The model is a Llama of `examples.llama` of width 64 under FSDP2 on a gloo mesh
-of one rank. Counted by a profile function, with which the one of recordings is joined.
+of one rank. Counted by a profile function, which calls that of recordings, too. `--top`: the files with most calls.
 """
 
 from __future__ import annotations

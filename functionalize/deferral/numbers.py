@@ -22,9 +22,8 @@ from functionalize.ir.inputs import Argument
 from functionalize.ir.ops import OpRecord
 from functionalize.ir.scalars import LiveNumber, ScalarInput
 
-_MOST_PROGRAMS = (
-    3  # of one kind, each with more inputs than the one before; then all floats are inputs
-)
+# Changes of one kind, each with a program that has more inputs than the one before; the last has all floats as inputs.
+_MOST_CHANGES = 3
 
 
 class Numbers:
@@ -41,7 +40,7 @@ class Numbers:
         if set(found) <= set(self.inputs):
             return False
         self._changes += 1
-        every = self._changes >= _MOST_PROGRAMS
+        every = self._changes >= _MOST_CHANGES
         self.inputs = tuple(range(len(self._first)) if every else sorted({*self.inputs, *found}))
         return True
 

@@ -172,10 +172,10 @@ class Watcher(TorchDispatchMode):
                 undo.callback(self.stop)
                 _ACTIVE.add(self)
                 undo.callback(_ACTIVE.remove, self)
+                undo.callback(self._installed.close)
                 for patches in patches_for(self):
                     patches.install()
                     self._installed.callback(patches.remove)
-                    undo.callback(self._installed.close)
                 note_autocast(True)
             super().__enter__()
             undo.pop_all()
@@ -436,8 +436,6 @@ def _cuda_generator_patches() -> Iterator[Patch]:
 def _replaced(
     modules: tuple[Any, ...], replaced: Mapping[str, _Function | None]
 ) -> Iterator[Patch]:
-    # It replaces `torch.manual_seed` for good when it is imported, which a step may do.
-    compilers.load_dynamo()
     for name, replacement in replaced.items():
         original = getattr(modules[0], name)
         new = _while_recording(original, replacement, modules[0].__name__)
@@ -658,6 +656,7 @@ def _unseen(original: Any) -> Any:
 
 def _engine_patches() -> Iterator[Patch]:
     """What decides which ops torch runs, and what they belong to."""
+    # It replaces `torch.manual_seed` for good when it is imported, which a step may do.
     with only_young_collections():  # a third of the time of the import
         compilers.load_dynamo()
     yield torch.UntypedStorage, "resize_", _watched_resize()
@@ -718,7 +717,7 @@ SIZES = Patches(_size_patches, keeps=True)
 
 def patches_for(watcher: Watcher) -> Iterator[Patches]:
     """Those that a watcher needs."""
-    yield ENGINE
+    yield ENGINE  # before those of generators: it imports what replaces `torch.manual_seed`
     # A step that makes its first process group connects, which is an effect.
     if dist.is_available() and dist.is_initialized():
         yield GROUPS

@@ -91,9 +91,8 @@ def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]
     for name in (*OF_MATH, *DECISIONS):
         yield math, name, for_live(getattr(math, name))
     if sys.version_info >= (3, 12):
-        if isinstance(
-            builtins.sum, BuiltinFunctionType
-        ):  # not what a script has put into its place
+        # Not what a script has put into its place.
+        if isinstance(builtins.sum, BuiltinFunctionType):
             yield builtins, "sum", live_sum
         for owner in (math, statistics):
             yield owner, "sumprod", _of_plain_elements(owner.sumprod)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import zipfile
@@ -222,4 +223,23 @@ def test_what_no_file_holds(tmp_path: Path) -> None:
     assert captured.stats.replays
     with pytest.raises(SaveError, match="a call that a replay makes again and a file cannot name"):
         captured.save(tmp_path / "step.fzp")
+    assert not list(tmp_path.iterdir())
+
+
+def unreached_logger(loop: Loop, loss: Tensor) -> None:
+    logging.warning("step %d", loop.n)
+
+
+def test_a_logger_that_the_code_does_not_name(tmp_path: Path) -> None:
+    with pytest.raises(SaveError, match="logs by `root`, a logger that the step's code does not"):
+        saved_loop(tmp_path / "step.fzp", unreached_logger)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_constant_beside_what_is_printed(tmp_path: Path) -> None:
+    def shows_a_type(loop: Loop, loss: Tensor) -> None:
+        print(loop.n, loss.dtype)
+
+    with pytest.raises(SaveError, match="a constant of the type dtype, which a file cannot hold"):
+        saved_loop(tmp_path / "step.fzp", shows_a_type)
     assert not list(tmp_path.iterdir())
