@@ -71,7 +71,7 @@ class Numbers:
 
 
 def floats_of(entries: Iterable[PendingOp]) -> list[float]:
-    """Those of a stream, in order."""
+    """Those of a stream, in order: derived, since an interruption leaves an entry in the stream or none of it."""
     return [each for entry in entries for each in entry.floats]
 
 
