@@ -4,6 +4,9 @@ A recording makes many objects that live until it is discharged, so the collecto
 generations, and each full collection walks every object of the process: half the time of a capture. Garbage
 that the step makes is still collected while it is young; older garbage is collected after the capture.
 
+What is young at the beginning is collected first: the finalizer (`__del__`) of an object that was garbage before would
+run within some line of the step, and what it does be taken for the step's.
+
 Invariant: when the last of the captures that run at the same time (in other threads, or nested) has ended, the
 thresholds are as before the first; also after a Ctrl-C between two lines of this file: a context that was entered and
 not left restores the thresholds when it is itself collected (`__del__`).
@@ -43,9 +46,10 @@ _THRESHOLDS = _Thresholds()
 
 
 class only_young_collections:
-    """A context: inside, only the youngest generation is collected."""
+    """A context: inside, only the youngest generation is collected, and of it what was made inside."""
 
     def __enter__(self) -> None:
+        gc.collect(0)
         _THRESHOLDS.raise_(id(self))
 
     def __exit__(self, *exc: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
 import types
@@ -81,6 +82,29 @@ def test_a_bar_on_which_the_step_depends_is_refused(after: Any, what: str) -> No
         assert twins[0].step(batch(i)).item() == captured(batch(i)).item()
     (error,) = captured.core.refused.values()
     assert what in str(error)
+
+
+def test_a_bar_that_was_garbage_before_the_step_is_none_of_it() -> None:
+    def makes_garbage() -> None:
+        held: list[Any] = [tqdm.tqdm(total=3, file=io.StringIO())]
+        held.append(held)
+
+    def collects(loss: Tensor, twin: Any) -> None:
+        gc.enable()
+        _ = [[] for _ in range(5000)]
+        gc.disable()
+
+    twins = [Twin(collects) for _ in range(2)]
+    captured = fz.capture(twins[1].step, on_uncapturable="raise")
+    gc.disable()  # in the step alone
+    try:
+        for i in range(6):
+            expected = twins[0].step(batch(i)).item()
+            makes_garbage()
+            assert captured(batch(i)).item() == expected
+    finally:
+        gc.enable()
+    assert captured.stats.replays >= 2
 
 
 # -- TensorBoard -------------------------------------------------------------------------------------
