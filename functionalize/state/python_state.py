@@ -29,6 +29,7 @@ from functionalize._compat.modules import hooks_of_optimizers
 from functionalize.calls.draws import process_generators as drawn_from
 from functionalize.ir.guards import Guard
 from functionalize.ir.inputs import Call
+from functionalize.state.step_guards import ModuleGuard
 from functionalize.util.number_uses import any_needs_exact
 from functionalize.util.reading import values_of
 from functionalize.util.text import with_article
@@ -136,10 +137,7 @@ class SurroundingsGuard:
         return failure
 
     def varied(self, leaves: Sequence[Any]) -> LivePlaces:
-        """The places of numbers that the step reads and that are others than at the capture, of the same types.
-
-        Without those that may reach C code for exact numbers.
-        """
+        """The places of numbers that the step reads and that are others than at the capture, of the same types."""
         was = self.state
         if self.stale is not None or not was.takes(leaves) or was.probes.hold(leaves):
             return NO_PLACES
@@ -151,8 +149,6 @@ class SurroundingsGuard:
             )
             if new != old and path == was_path and _kind_of(new) is _kind_of(old) is not None
         }
-        if not paths or any_needs_exact(now.roots.functions):
-            return NO_PLACES
         owners = {path: now.owners.get(id(path[0])) for path in paths if path}
         of_libraries = {path for path, kind in owners.items() if kind and is_of_library(kind)}
         paths -= of_libraries  # their code reads these numbers in ways that nobody looks at
@@ -320,19 +316,26 @@ class ObservedState:
 
 
 class VaryingNumbers:
-    """The places of numbers that code outside of a step changes: at its second change a number becomes live."""
+    """The places of numbers that code outside of a step changes: once it has, a number is live."""
 
     def __init__(self) -> None:
-        self._once = self._again = NO_PLACES
+        self._found = NO_PLACES
 
     def learned(self, facts: Sequence[Any], leaves: Sequence[Any]) -> LivePlaces:
-        """The numbers that may be live in the recording that begins. facts: of the latest program."""
+        """The numbers that may be live in the recording that begins. facts: of the latest program.
+
+        None while code may hand a number on to C code that takes exact ones alone.
+        """
+        found, functions = NO_PLACES, list[types.FunctionType]()
         for fact in facts:
             if isinstance(fact, SurroundingsGuard):
-                found = fact.varied(leaves)
-                self._again |= found & self._once
-                self._once |= found
-        return self._again
+                found |= fact.varied(leaves)
+                functions += fact.state.roots.functions
+            elif isinstance(fact, ModuleGuard):
+                found |= fact.varied()
+        if found and not any_needs_exact(functions):
+            self._found |= found
+        return self._found
 
 
 @dataclass(frozen=True, slots=True, eq=False)

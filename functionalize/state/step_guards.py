@@ -29,6 +29,7 @@ from functionalize.util.text import with_article
 from functionalize.util.unchanged import Unchanged, token
 from functionalize.walk.fact_text import NUMBERS
 from functionalize.walk.live_places import LIVE_NUMBERS, NO_PLACES, LivePlaces
+from functionalize.walk.parts import Held
 from functionalize.walk.roots import Roots
 
 
@@ -68,6 +69,16 @@ class ModuleGuard:
             facts.table(table.get("_modules", {}))
             for key in _REGISTRIES:
                 facts.keys(table.get(key, {}))
+
+    def varied(self) -> LivePlaces:
+        """The places of numbers that are others than at the capture, of the same types."""
+        found = [
+            Held(table, key)
+            for table, was in zip(map(vars, self.modules), self.facts, strict=True)
+            for key, now in _changed_numbers(table, was)
+            if type(now) is type(was[key]) in LIVE_NUMBERS
+        ]
+        return LivePlaces({each.place: each for each in found})
 
     def changed_modes(self) -> list[tuple[str, dict[str, Any], bool]]:
         """The modules whose mode differs: name, attributes, whether it is in training mode now."""

@@ -40,9 +40,9 @@ log = logging.getLogger("functionalize")
 _SAVES_FOR = 64  # calls
 EVERY_CALL = object()  # the key of a refusal that holds for calls of every kind
 _DIFFERS = (
-    "{} runs eagerly where {}: recordings of calls that differ there were of no use. A call is recorded again if it "
-    "has come before. If this differs at every call, let ops compute with it instead: leave out `float()`, `int()`, "
-    "`.item()`, or a key or an index that is made of it"
+    "{} runs eagerly where {}: recordings of calls that differ there were of no use, or cost more than it may spend by "
+    "now. A call is recorded again if it has come before, or once that is paid. If this differs at every call, let ops "
+    "compute with it instead: leave out `float()`, `int()`, `.item()`, or a key or an index that is made of it"
 )
 
 

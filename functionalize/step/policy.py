@@ -112,13 +112,13 @@ class _Answer:
 class _Question:
     """What a guard of programs of one kind asks, with the answers without a program.
 
-    in_a_row: the calls without a program since the last replay. recorded: how many of these were recorded.
+    recorded, unpaid: how many calls since the last replay were recorded, or would have been if the ledger had paid.
     is_told: whether the user knows that calls run eagerly for it. never_returns: whether no answer comes twice.
     """
 
     answers: OrderedDict[Hashable, _Answer] = field(default_factory=OrderedDict)
-    in_a_row: int = 0
     recorded: int = 0
+    unpaid: int = 0
     is_told: bool = False
     never_returns: bool = False
 
@@ -143,21 +143,25 @@ class Questions:
         """Count a call whose programs all missed; whether its answer is likely to return."""
         question = self._question(key, miss.question)
         answer = question.answer(miss.answer)
-        if not question.in_a_row:
-            self._pending.setdefault(hash(key), {})[miss.question] = question
-        question.in_a_row += 1
         answer.calls += 1
         if answer.calls > 1:
             # Of some kinds the first recording is not kept; a step that raises has none.
             in_vain = max(question.recorded - _FEW_KINDS, answer.recorded - _FEW_KINDS, 0)
             return answer.calls > 1 << min(in_vain, _MOST_DOUBLINGS)
-        return question.in_a_row <= _DIFFERENT_IN_A_ROW and not question.never_returns
+        return question.recorded < _DIFFERENT_IN_A_ROW and not question.never_returns
 
     def tell(self, key: Hashable, question: str) -> bool:
         """The user is told that calls run eagerly for a question; whether that is new."""
         found = self._question(key, question)
         was_told, found.is_told = found.is_told, True
         return not was_told
+
+    def is_in_vain(self, key: Hashable, miss: Miss) -> bool:
+        """A call is not recorded, as the ledger does not pay; whether so many were not that the user is told now."""
+        question = self._question(key, miss.question)
+        self._note_pending(key, miss.question, question)
+        question.unpaid += 1
+        return question.unpaid > _DIFFERENT_IN_A_ROW and self.tell(key, miss.question)
 
     def never_returns(self, key: Hashable, question: str) -> None:
         """No answer to this question comes twice."""
@@ -166,6 +170,7 @@ class Questions:
     def recorded(self, key: Hashable, miss: Miss) -> None:
         """The call just counted is recorded."""
         question = self._question(key, miss.question)
+        self._note_pending(key, miss.question, question)
         question.recorded += 1
         question.answer(miss.answer).recorded += 1
 
@@ -173,7 +178,11 @@ class Questions:
         """A program of this kind was of use."""
         if self._pending:
             for question in self._pending.pop(hash(key), {}).values():
-                question.in_a_row = question.recorded = 0
+                question.recorded = question.unpaid = 0
+
+    def _note_pending(self, key: Hashable, text: str, question: _Question) -> None:
+        if not (question.recorded or question.unpaid):
+            self._pending.setdefault(hash(key), {})[text] = question
 
     def _question(self, key: Hashable, text: str) -> _Question:
         found = self._of.setdefault((hash(key), text), _Question())
@@ -483,6 +492,8 @@ class Policy:
             if not self.questions.is_worth_recording(key, miss):
                 self.news = miss if self.questions.tell(key, miss.question) else None
                 return False
+            if not can_pay and self.questions.is_in_vain(key, miss):
+                self.news = miss
         self.saves = not can_pay
         return can_pay
 

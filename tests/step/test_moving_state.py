@@ -181,13 +181,13 @@ VARYING: dict[str, Callable[[Any, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", VARYING)
-def test_a_number_that_code_outside_changes_twice_is_live(name: str) -> None:
+def test_a_number_that_code_outside_has_changed_is_live(name: str) -> None:
     config = types.SimpleNamespace(weight=0.5, count=3)
     captured = fz.capture(body := lambda x: VARYING[name](config, x))
     for i in range(12):
         config.weight, config.count = 0.5 + 0.25 * i, 3 + i
         assert torch.equal(captured(batch(i)), body(batch(i)))
-    assert captured.stats.captures == 3 and captured.stats.replays == 8, captured.explain()
+    assert captured.stats.captures == 2 and captured.stats.replays == 9, captured.explain()
 
 
 def test_a_number_that_changes_once_stays_guarded() -> None:
