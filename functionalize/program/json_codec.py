@@ -80,11 +80,12 @@ _OPERATORS = (
     "abs add and_ eq floordiv ge getitem gt invert le lshift lt mod mul ne neg not_ or_ pos pow rshift sub "
     "truediv truth xor"
 )
+_OF_BUILTINS = "bool int float abs min max format repr round"
 _OF_MATH = ("trunc", "floor", "ceil", "isfinite", "isnan", "isinf")
 _FUNCTIONS: Mapping[str, Any] = {
     **{f"operator.{n}": getattr(operator, n) for n in _OPERATORS.split()},
     **{f"math.{n}": getattr(math, n) for n in (*_OF_MATH, *OF_MATH)},
-    **{n: getattr(builtins, n) for n in ("bool", "int", "float", "abs", "format", "repr", "round")},
+    **{n: getattr(builtins, n) for n in _OF_BUILTINS.split()},
     "float.is_integer": float.is_integer,
     "sum": summed,
     "auto_functionalized": auto_functionalized,

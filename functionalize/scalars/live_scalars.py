@@ -298,6 +298,25 @@ def for_live(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def of_extremes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`min` or `max`, live if one of several numbers of one type is: which one it is, each call decides anew.
+
+    Of an int and a float the type of the result would be decided, too: there the comparison is a fact.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        values = args[0] if len(args) == 1 and type(args[0]) in (list, tuple) else args
+        if kwargs or len(values) < 2 or not any(map(is_live, values)):
+            return function(*args, **kwargs)
+        kinds = {each.node.kind if is_live(each) else type(each) for each in values}
+        if len(kinds) > 1 or not kinds <= {int, float}:
+            return function(*args)
+        return _apply(function, *values)
+
+    call.__name__, call.__doc__ = function.__name__, function.__doc__
+    return call
+
+
 def live_sum(iterable: Iterable[Any], /, start: Any = 0) -> Any:
     """`sum`, live if a number is."""
     return added_up(iterable, start, is_live, plain, _sum_of_numbers)

@@ -4,6 +4,7 @@
     torch._fused_adamw_(..., lr=lr)     converts `lr` to a C++ double: see Note [Carried numbers] in scalar_arguments.py
     clip_grad_norm_(..., max_norm)      calls `float`, which returns a plain number: replaced in its module, and in that
                                         of batch norms, which divide by the number of their calls (`momentum=None`)
+    min(number, 1.0)                    a program has the comparison, not its answer
     math.exp(number), math.isnan(number)  C code that reads the number: the result is live, or a fact
     buffer[i] = number                  C++ makes a tensor of the number without an op: made by `torch.full` instead
     torch.tensor([number, 1.0])         converts to plain numbers: calls `torch.full` instead, which accepts live ones
@@ -53,6 +54,7 @@ from functionalize.scalars.live_scalars import (
     for_live,
     is_live,
     live_sum,
+    of_extremes,
     plain,
     settled,
 )
@@ -90,8 +92,11 @@ def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]
     yield batchnorm, "float", _as_float
     for name in (*OF_MATH, *DECISIONS):
         yield math, name, for_live(getattr(math, name))
-    if sys.version_info >= (3, 12):
+    for name in ("min", "max"):
         # Not what a script has put into its place.
+        if isinstance(getattr(builtins, name), BuiltinFunctionType):
+            yield builtins, name, of_extremes(getattr(builtins, name))
+    if sys.version_info >= (3, 12):
         if isinstance(builtins.sum, BuiltinFunctionType):
             yield builtins, "sum", live_sum
         for owner in (math, statistics):
