@@ -166,6 +166,8 @@ class AuditedCall:
         if difference is None and self.expected is not None:
             difference = self.expected.difference(plain_tree([*leaves]))
         if difference is None and self.also is not None:
+            # Those that the step has left in places which it does not move: they are constants of the program.
+            replace_escaped(comparison.recorder.scalar_log)
             with torch.set_grad_enabled(grad_mode):
                 found = [effect for effect, _ in effects]
                 difference = self.also(comparison.recorder, found, moving.explained)
