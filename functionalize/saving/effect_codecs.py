@@ -43,7 +43,7 @@ from functionalize.state.drawing import GeneratorSet, GeneratorState
 from functionalize.state.hyperparameters import GroupNumber, HyperparameterSet
 from functionalize.state.place_effects import Appended, Assigned, FlagGuard, PlaceNumber
 from functionalize.state.python_state import SurroundingsGuard
-from functionalize.walk.live_places import LivePlaces
+from functionalize.walk.live_places import LivePlaces, may_grow
 from functionalize.walk.parts import Held
 
 _NUMBERS = (int, float)
@@ -151,7 +151,7 @@ def _save_live(names: Names, live: LivePlaces) -> tuple[Any, ...]:
 def _load_live(names: Names, values: Any, lists: Any, numbers: Any) -> LivePlaces:
     held = [names.moved(*place) for place in values]
     found = [names.moved(*place).resolve() for place in lists]
-    if not all(type(each) is list for each in found):
+    if not all(map(may_grow, found)):
         raise LoadError("appends to what is no list here")
     return LivePlaces(
         {each.place: each for each in held},

@@ -5,6 +5,7 @@
     names.object("module model.0")
     names.place(held)         ("lr_scale", 0, 1): number 0 of the 1 place that discovery names so
     names.movable(held)       ("self.n", 0, 1): likewise, of the places whose content a replay may move
+                              ("self.state", 0, 1, "n"): of a number in a container there
     names.logger("train")     the logger, if the step reaches it
 
 Both processes run the same code (see fingerprint.py), so discovery finds the same objects in the same order. Named are
@@ -30,13 +31,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from functionalize.errors import LoadError, SaveError
 from functionalize.fsdp.objects import fsdp_objects
 from functionalize.walk.fact_text import Path, text_of
+from functionalize.walk.live_places import Keys, content, elements_in
 from functionalize.walk.parts import Held, Is
 from functionalize.walk.roots import Roots
 from functionalize.walk.walker import PythonState
 
-Place = tuple[
-    str, int, int
-]  # (name by discovery, index among the places of this name, their number)
+# (name by discovery, index among the places of this name, their number); of a place inside of what is there, its keys.
+Place = tuple[Any, ...]
 
 
 class Names:
@@ -94,16 +95,28 @@ class Names:
 
     def movable(self, held: Held) -> Place | None:
         """The name of a place whose content a replay moves, None if discovery does not find it."""
-        return self._movable.name_of(held)
+        keys: Keys = ()
+        while isinstance(held.container, Held):
+            keys, held = (held.key, *keys), held.container
+        found = self._movable.name_of(held)
+        return None if found is None else (*found, *keys)
 
     def movable_of_list(self, found: list[Any]) -> Place | None:
         """The name of the place of a list to which a replay appends."""
         held = self._lists.get(id(found))
         return None if held is None else self._movable.name_of(held)
 
-    def moved(self, name: str, index: int, count: int) -> Held:
+    def moved(self, name: str, index: int, count: int, *keys: Any) -> Held:
         """The place of such a name; raises `LoadError`."""
-        return self._movable.held(name, index, count)
+        held = self._movable.held(name, index, count)
+        for key in keys:
+            found = elements_in(content(held)) or ()
+            if type(key) not in (str, int) or key not in [each for each, _ in found]:
+                raise LoadError(
+                    f"needs {key!r} in what the step calls `{name}`, which is not there"
+                )
+            held = Held(held, key)
+        return held
 
     def logger(self, name: str) -> logging.Logger:
         """A logger that the step reaches; raises `LoadError`."""

@@ -81,6 +81,7 @@ from functionalize.walk.fact_text import (
     Path,
     text_of,
 )
+from functionalize.walk.generated_reads import GeneratedReads
 from functionalize.walk.live_places import (
     FIXED,
     LIVE_NUMBERS,
@@ -88,6 +89,7 @@ from functionalize.walk.live_places import (
     Bundle,
     LivePlaces,
     changeable_in,
+    computed_alike,
     content,
     contents,
     difference_in,
@@ -96,10 +98,12 @@ from functionalize.walk.live_places import (
     is_absent,
     is_alone,
     is_bundle,
+    may_grow,
     numbers_between,
     part_at,
     put,
     structure_of,
+    without_values,
 )
 from functionalize.walk.parts import CONTAINERS, Held, MovedPlace
 from functionalize.walk.unread import AttributeReads
@@ -134,7 +138,7 @@ class MovingPlaces:
     floats: the globals in which calls of `float` are live, see `scalars/float_calls.py`.
     flags: the flags and texts in `values`, which are no numbers: facts. constants: those that code writes out and
     assigns to a place, by its name. texts: those that code writes out, or that are guarded. kept: the places of objects
-    that the step returns as they are.
+    that the step returns as they are. list_holders: the classes of the objects that lists are found in.
     """
 
     live: LivePlaces
@@ -146,6 +150,7 @@ class MovingPlaces:
     flags: tuple[tuple[str, Held, bool | str], ...] = ()
     kept: tuple[Held, ...] = ()
     texts: frozenset[str] = frozenset()
+    list_holders: frozenset[type] = frozenset()
 
     @property
     def facts(self) -> tuple[FlagGuard, ...]:
@@ -210,7 +215,18 @@ class MovingPlaces:
             floats,
             flags,
             texts=_texts(state, leaves, flags),
+            list_holders=frozenset(_list_holders(state)),
         )
+
+
+def _list_holders(state: PythonState) -> Iterator[type]:
+    """The classes of the objects by which code finds live lists: those that hold them, or a table that does."""
+    for path, _, found in state.lists:
+        holder: Any = path[0] if id(found) in state.live.lists else ()
+        while holder:
+            if (kind := state.owners.get(id(holder))) is not None:
+                yield kind
+            holder = holder[0]
 
 
 def _texts(
@@ -335,6 +351,7 @@ class MovingState:
         self.effects: list[tuple[Any, Any]] = []
         self.refusal: str | None = None
         self.moved: dict[Any, Held] = {}
+        self.numbers: dict[Any, frozenset[Any]] = {}  # of bundles among these, see `LivePlaces`
         self.result: Any = None
         self.returned: Any = None
         self.one_object: list[tuple[Any, Any]] = []
@@ -343,6 +360,7 @@ class MovingState:
         self._places, self._recorder = places, recorder
         self._drawing = Drawing(places.generators, recorder)
         self._floats = live_floats(places.floats, recorder.scalar_log)
+        self._reads = GeneratedReads(places.list_holders)
         self._were: list[Any] = []  # for each place: a live number, a weak reference to a tensor
         self._addresses: list[int | None] = []  # of the storages of tensors
         self._left: list[Any] = []  # what is there now, with live numbers
@@ -371,6 +389,7 @@ class MovingState:
     def __enter__(self) -> Self:
         self._drawing.__enter__()
         self._floats.__enter__()
+        self._reads.__enter__()
         log = self._recorder.scalar_log
         for name, place in self._places.values:
             was = content(place)
@@ -394,10 +413,11 @@ class MovingState:
             self._were.append(was)
         for _, place in self._places.lists:
             found = content(place)
-            self._items.append((found, list(found) if type(found) is list else []))
+            self._items.append((found, list(found) if may_grow(found) else []))
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._reads.__exit__()
         self._floats.__exit__(None, None, None)
         self._drawing.__exit__(*error)
         self._leave_containers()
@@ -485,10 +505,13 @@ class MovingState:
                 what = f"gives a tensor in `{name}` another storage (`.data = ...` or `set_`)"
                 self.refusal = self.refusal or what + WRITE_INTO
             return
-        numbers = self._places.live.numbers_at(place)
-        structure = structure_of(now, numbers)
-        if structure != was.structure or not is_bundle(now):
-            inside, new, old = difference_in(name, was.structure, structure)
+        # Numbers that the step computes and that were the same so far: a guard has their values on entry, and later
+        # recordings have them as inputs.
+        computed = frozenset(computed_alike(now, was.structure))
+        numbers = self._places.live.numbers_at(place) | computed
+        structure, before = structure_of(now, numbers), without_values(was.structure, computed)
+        if structure != before or not is_bundle(now):
+            inside, new, old = difference_in(name, before, structure)
             self.refusal = self.refusal or (
                 f"changes Python state, which a replay would not: `{inside}` is {new}, was {old}: of a container that "
                 "is made anew, a replay moves tensors and numbers; keep other things that change in attributes of "
@@ -516,6 +539,7 @@ class MovingState:
             )
             return
         self.moved[place.place] = place
+        self.numbers[place.place] = numbers
         self.effects.append((Assigned(name, place), now))
 
     def _assigned_alike(self) -> list[tuple[Any, Any]]:
@@ -549,13 +573,19 @@ class MovingState:
 
     def _finish_list(self, name: str, place: Held, was: Any, items: list[Any]) -> None:
         now = content(place)
-        if now is not was and type(now) is list:
+        if self._reads.found is not None and may_grow(now) and len(now) != len(items):
+            self.refusal = self.refusal or (
+                f"appends to `{name}`, and reads it by {self._reads.found}: a replay appends alone: compare or print "
+                "the object outside the step"
+            )
+            return
+        if now is not was and may_grow(now):
             self.refusal = self.refusal or (
                 f"changes Python state, which a replay would not: `{name}` is another list, to which the step appends: "
                 f"make it with all its items (`[a, b]`), or keep one list and read it outside the step"
             )
             return
-        if now is not was or type(now) is not list or len(now) < len(items):
+        if now is not was or not may_grow(now) or len(now) < len(items):
             self._refuse(name, now, items, FEWER_ITEMS)
             return
         if any(a is not b for a, b in zip(now, items, strict=False)):
@@ -567,8 +597,8 @@ class MovingState:
             if not is_fresh or not all(map(_is_repeatable, leaves)):
                 self.refusal = self.refusal or (
                     f"appends to `{name}` a {type(now[at]).__name__} that a replay cannot make again: `{name}` "
-                    f"is a list of {len(now)}, was a list of {len(items)}: append numbers and tensors, or tuples and "
-                    "dicts of these"
+                    f"is a {type(now).__name__} of {len(now)}, was one of {len(items)}: append numbers and tensors, or "
+                    "tuples and dicts of these"
                 )
                 return
             self.effects.append((Appended(name, place), unflatten_result(leaves, spec)))

@@ -58,13 +58,14 @@ class Assigned(_PlaceEffect):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Appended(_PlaceEffect):
-    """The effect of a step that appends to a list."""
+    """The effect of a step that appends to a list or a deque."""
 
     verb: ClassVar[str] = "appends to"
 
     def repeat(self, call: Call, value: Any) -> None:
         """Append the value of this replay."""
-        list.append(self.place.resolve(), value)
+        found = self.place.resolve()
+        type(found).append(found, value)  # a list or a deque, which a guard has compared
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -125,12 +125,15 @@ class StepRecording:
         exit: ExitState,
         moves: Moves | None = None,
         moved: Mapping[Any, Held] = MappingProxyType({}),
+        numbers: Mapping[Any, frozenset[Any]] = MappingProxyType({}),
         fresh: Container[int] = (),
     ) -> None:
-        """fresh: the ids of objects that the step leaves, and that can be changed and nothing else holds."""
+        """moved, numbers: the places that the step has moved, and the numbers in these, see `LivePlaces`.
+
+        fresh: the ids of objects that the step leaves, and that can be changed and nothing else holds."""
         self.recorder, self.entry, self.exit = recorder, entry, exit
         self.previous: RecordingSummary | None = None
-        self._moves, self._moved, self._fresh = moves, moved, fresh
+        self._moves, self._moved, self._numbers, self._fresh = moves, moved, numbers, fresh
         modules = list(entry.roots.modules.values())
         allowed = [*exit.leaves, *fsdp_keepalives(modules)]
         known = {recorder.storages.ref(t).storage for leaf in allowed for t in plain_tensors(leaf)}
@@ -179,6 +182,7 @@ class StepRecording:
         lists, previous = self.entry.moving.live.lists, self.previous
         numbers = self.entry.moving.live.numbers
         numbers = {place: each for place, each in numbers.items() if place in self._moved}
+        numbers |= self._numbers
         places = LivePlaces(self._moved, lists, numbers) | self.exit.moved
         seen = (self._moves,) if self._moves is not None else ()
         if previous is not None:

@@ -159,8 +159,10 @@ class RecordedRun:
         if exit.changed is None:
             self.entry.observed.leave_unread(self.entry.leaves)
         with torch.no_grad():
-            fresh = self.moving.fresh
-            return StepRecording(self.recorder, self.entry, exit, key, self.moving.moved, fresh)
+            moving = self.moving
+            return StepRecording(
+                self.recorder, self.entry, exit, key, moving.moved, moving.numbers, moving.fresh
+            )
 
 
 def record(

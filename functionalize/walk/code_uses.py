@@ -21,6 +21,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 from functionalize.util.bytecode import LOADS, Step, constants_of, read, running
+from functionalize.util.code_objects import is_generated
 from functionalize.walk.code_names import codes_of
 
 _STORES = frozenset(
@@ -52,10 +53,13 @@ def _every(codes: Iterable[types.CodeType]) -> Iterator[types.CodeType]:
 def only_appended(codes: Iterable[types.CodeType], name: str, in_table: bool = False) -> bool:
     """Whether code uses a name only in calls of its method `append`; in_table: of that of its entries.
 
-    A name that code only assigns is none of these.
+    A name that code only assigns is none of these. Of methods that `dataclasses` has made, which name every field, see
+    `generated_reads.py`.
     """
     is_appended = False
     for code in _every(codes):
+        if is_generated(code):
+            continue
         steps = read(code)
         for step in steps:
             if step.op == "constant" and step.value == name:  # `getattr(self, name)`

@@ -55,6 +55,7 @@ _RINGS = frozenset({list, deque})  # elements by position, which a step may chan
 _NAMESPACES = frozenset({argparse.Namespace, types.SimpleNamespace})
 _KEYS = frozenset({str, int})  # of dicts that are made anew
 _MOST_NESTED = 8
+_MOST_NUMBERS = 64  # of a bundle without a tensor: a table of data is no state that a step moves
 # Objects that stay the same object wherever they are, and others of which the content can change.
 _UNCHANGED = (
     *(
@@ -269,6 +270,28 @@ def numbers_between(was: Any, now: Any, keys: Keys = ()) -> Iterator[Keys]:
                 yield from numbers_between(before, after[key], (*keys, key))
 
 
+def computed_alike(value: Any, was: Any, keys: Keys = ()) -> Iterator[Keys]:
+    """The keys that lead to each live number in a container that is the plain number which a structure has there."""
+    if type(was) is not tuple or type(was[1]) is not tuple:
+        return
+    inside = dict(was[1])
+    for key, each in elements_in(value) or ():
+        if is_live(each):
+            number = left_behind(each)
+            if inside.get(key) == (type(number), repr(number)):
+                yield (*keys, key)
+        elif not issubclass(type(each), Tensor):
+            yield from computed_alike(each, inside.get(key), (*keys, key))
+
+
+def without_values(structure: Any, numbers: Container[Keys], keys: Keys = ()) -> Any:
+    """A structure in which of the numbers at these keys only the type counts."""
+    if type(structure) is not tuple or type(structure[1]) is not tuple:
+        return structure[0] if keys in numbers and type(structure) is tuple else structure
+    parts = ((key, without_values(each, numbers, (*keys, key))) for key, each in structure[1])
+    return structure[0], tuple(parts)
+
+
 def difference_in(name: str, was: Any, now: Any) -> tuple[str, str, str]:
     """The first place at which two structures differ, as text, and what is there in each."""
     both = [each for each in (was, now) if type(each) is tuple and type(each[1]) is tuple]
@@ -298,7 +321,7 @@ def is_bundle(value: Any) -> bool:
     return (
         found is not None
         and (leaves := _leaves_of(found, _MOST_NESTED)) is not None
-        and any(leaves)
+        and (any(leaves) or 0 < len(leaves) <= _MOST_NUMBERS)
     )
 
 
@@ -526,6 +549,11 @@ def is_of_user(holder: Any) -> bool:
     if kind is types.FunctionType:
         return is_users_function(holder)
     return is_users_class(holder if issubclass(kind, type) else kind)
+
+
+def may_grow(value: Any) -> bool:
+    """Whether a value is a list, or a deque that takes any number of elements: it can only be appended to."""
+    return type(value) is list or (type(value) is deque and value.maxlen is None)
 
 
 def names_lists(holder: Any) -> bool:

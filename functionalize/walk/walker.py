@@ -41,7 +41,7 @@ from functionalize._compat.autograd import (
 from functionalize._compat.modules import without_reports
 from functionalize.scalars.live_scalars import is_live
 from functionalize.util.own_values import OWN_VALUES
-from functionalize.util.packages import is_users_function
+from functionalize.util.packages import is_users_class, is_users_function
 from functionalize.util.reading import elements_of, item_of, items_of, size_of, table_of, values_of
 from functionalize.util.text import with_article
 from functionalize.walk.code_names import NameFilter
@@ -54,6 +54,7 @@ from functionalize.walk.live_places import (
     content,
     content_of,
     elements_in,
+    may_grow,
     may_live,
     may_move,
     names_lists,
@@ -451,7 +452,7 @@ class PythonState:
             self.owners[id(holder.path)] = type(holder.value)
         if visit.place is None or not may_move(holder, visit):
             return
-        is_list = type(visit.value) is list and names_lists(holder.value)
+        is_list = may_grow(visit.value) and names_lists(holder.value)
         lives = may_live(visit.value) or is_live(visit.value)
         if is_list:
             self.lists.append((visit.path, visit.place, visit.value))
@@ -476,7 +477,7 @@ class PythonState:
                 self._note_slot(holder, visit)
             kind = self.live.kind_at(place, part.value)
             if kind is None and not is_loose and self._is_live_list(part.value):
-                kind = list
+                kind = type(part.value)
             if kind is not None and visit.moving is None:
                 if kind is str and not self._is_replay:
                     self.names.add_format(part.value)
@@ -597,12 +598,15 @@ class PythonState:
             if not self._is_replay:
                 self._note_slot(visit, Visit((visit.path, key), "", value, Held(table, key)))
             if self._is_live_list(value):
-                self._note(Visit((visit.path, key), "", None), ("kind", list))
+                self._note(Visit((visit.path, key), "", None), ("kind", type(value)))
                 continue
             if type(value) in _GUARDED or key.startswith(_FSDP_ATTRIBUTE):
                 continue
             is_carried = self.live.holds_bundle(Held(table, key), value)
-            if is_carried or self.live.keys_of(value):  # its tensors are found again there
+            is_object = is_users_class(type(value))  # the module's own sources do not look into it
+            if (
+                is_carried or is_object or self.live.keys_of(value)
+            ):  # its tensors are found again there
                 self._push(Visit(visit.path, visit.name, None), attribute(table, key))
                 continue
             if issubclass(type(value), (list, tuple, deque)):  # `isinstance` asks the object

@@ -12,9 +12,9 @@ import time
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -1156,7 +1156,7 @@ def set_that_grows(w: World) -> Step:
     return step
 
 
-@refused(r"`w.pair.0` is 2, was 1|`w.pair`")
+@moves
 def element_of_a_tuple(w: World) -> Step:
     w.pair = (0, "a")
 
@@ -1198,16 +1198,182 @@ def list_that_is_extended_by_another(w: World) -> Step:
     return step
 
 
-@refused(
-    r"`w.recent` is another object: keep one object.*\n  `recent` of a World\n  changed at .*w.recent = ",
-    at=3,
-)
+@moves
 def last_losses(w: World) -> Step:
     w.recent = [0.0, 0.0, 0.0]
 
     def step(x: Tensor) -> float:
         w.recent = [*w.recent[1:], w.train(x).item()]
         return sum(w.recent)
+
+    return step
+
+
+@moves
+def metrics_of_numbers_in_a_new_dict(w: World) -> Step:
+    """The learning rate is live, and the same at every call so far."""
+    w.metrics = {"loss": 0.0, "n": 0, "lr": 0.0}
+
+    def step(x: Tensor) -> None:
+        w.n += 1
+        lr = w.optimizer.param_groups[0]["lr"]
+        w.metrics = {"loss": w.train(x).item(), "n": w.n, "lr": lr}
+
+    return step
+
+
+class Counts(NamedTuple):
+    n: int = 0
+    average: float = 0.0
+
+
+@moves
+def named_tuple_that_is_replaced(w: World) -> Step:
+    w.counts = Counts()
+
+    def step(x: Tensor) -> None:
+        loss = w.train(x).item()
+        w.counts = w.counts._replace(n=w.counts.n + 1, average=0.9 * w.counts.average + 0.1 * loss)
+
+    return step
+
+
+@dataclass(frozen=True)
+class Frozen:
+    n: int = 0
+    best: float = 9.0
+
+
+@moves
+def frozen_dataclass_that_is_replaced(w: World) -> Step:
+    w.frozen = Frozen()
+
+    def step(x: Tensor) -> None:
+        loss = w.train(x).item()
+        w.frozen = replace(w.frozen, n=w.frozen.n + 1, best=min(w.frozen.best, loss))
+
+    return step
+
+
+@moves
+def meter_of_a_module(w: World) -> Step:
+    w.model.meter = AverageMeter()
+
+    def step(x: Tensor) -> Tensor:
+        loss = w.train(x)
+        w.model.meter.update(loss.item())  # type: ignore[union-attr, operator]
+        return loss.detach()
+
+    return step
+
+
+@moves
+def tensor_in_a_meter_of_a_module(w: World) -> Step:
+    w.model.meter = AverageMeter()
+
+    def step(x: Tensor) -> Tensor:
+        loss = w.train(x)
+        w.model.meter.update(loss.detach())  # type: ignore[union-attr, operator]
+        return loss.detach() * w.model.meter.avg  # type: ignore[union-attr, operator]
+
+    return step
+
+
+@dataclass
+class Progress:
+    n: int = 0
+    losses: list[float] = field(default_factory=list)
+
+
+@moves
+def list_of_a_dataclass(w: World) -> Step:
+    """Of which methods that `dataclasses` has made read the list."""
+    w.progress = Progress()
+
+    def step(x: Tensor) -> Tensor:
+        loss = w.train(x)
+        w.progress.n += 1
+        w.progress.losses.append(loss.item())
+        return loss.detach()
+
+    return step
+
+
+@refused(r"appends to `w.progress.losses`, and reads it by `__repr__` of a Progress", at=3)
+def list_of_a_dataclass_that_is_printed(w: World) -> Step:
+    w.progress, w.length = Progress(), 0
+
+    def step(x: Tensor) -> Tensor:
+        loss = w.train(x)
+        w.progress.losses.append(loss.item())
+        w.length = len(f"{w.progress}") > 100
+        return loss.detach()
+
+    return step
+
+
+@refused(r"appends to `w.progress.losses`, and reads it by `__eq__` of a Progress")
+def list_of_a_dataclass_that_is_compared(w: World) -> Step:
+    w.progress, w.other, w.equal = Progress(), Progress(losses=[0.0]), 0
+
+    def step(x: Tensor) -> Tensor:
+        loss = w.train(x)
+        w.progress.losses.append(loss.item())
+        w.equal += w.progress == w.other
+        return loss.detach()
+
+    return step
+
+
+@moves
+def deque_without_a_bound(w: World) -> Step:
+    w.losses = deque()
+
+    def step(x: Tensor) -> Tensor:
+        loss = w.train(x)
+        w.losses.append(loss.item())
+        return loss.detach()
+
+    return step
+
+
+@moves
+def least_and_greatest(w: World) -> Step:
+    """Which of two numbers is the least is decided by each replay."""
+    w.best, w.worst, w.scale = 9.0, 0.0, 1.0
+
+    def step(x: Tensor) -> Tensor:
+        w.n += 1
+        loss = w.train(x * min(1.0, w.n / 7)).item()
+        w.best, w.worst = min(w.best, loss), max([w.worst, loss, 0.001])
+        w.scale = max(0.1, 1 - w.n / 5)
+        return x * w.scale
+
+    return step
+
+
+@moves
+def number_that_is_computed_and_stays(w: World) -> Step:
+    w.factor = 1.0
+
+    def step(x: Tensor) -> Tensor:
+        w.n += 1
+        w.factor = min(1.0, 0.5 * w.n)
+        return w.train(x * w.factor).detach()
+
+    return step
+
+
+@moves
+def least_of_what_is_no_number(w: World) -> Step:
+    """The least of a NaN and a number is the first of them, as 0.0 and -0.0 are."""
+    w.found, w.zero = 0.0, 0.0
+
+    def step(x: Tensor) -> Tensor:
+        w.n += 1
+        w.found = min(float("nan"), w.train(x).item())
+        w.zero = min(0.0, -0.0 * w.n)
+        return x * max(w.n, 3)
 
     return step
 

@@ -172,6 +172,29 @@ def test_a_file_cannot_assign_elsewhere(tmp_path: Path) -> None:
         assert loop.model is model and loop.calls is calls
 
 
+def counts(loop: Any, loss: Tensor) -> None:
+    number, average = getattr(loop, "counts", (0, 0.0))
+    loop.counts = number + 1, 0.5 * average + loss.item()
+
+
+def test_a_place_inside_of_a_container(tmp_path: Path) -> None:
+    """A file names what a replay may read in it by keys, which lead to elements alone."""
+    for at, key in enumerate((5, "__class__", True, "count")):
+        path = tmp_path / f"{at}.fzp"
+        saved_loop(path, counts)
+
+        def elsewhere(content: Any, key: Any = key) -> None:
+            for each in records(content, "PlaceNumber"):
+                place = each["with"][0]["tuple"]
+                place[3:] = [key] if len(place) > 3 else []
+
+        loop = Loop(counts)
+        loop.step(batch(0))
+        changed(path, elsewhere)
+        with pytest.raises(LoadError, match=r"in what the step calls `self\.counts`"):
+            fz.capture(loop.step).load(path)
+
+
 @pytest.mark.parametrize(
     "kind, change, message",
     [
