@@ -62,6 +62,7 @@ class CachedProgram:
     audits: the number of audited calls.
     awaits_passes: whether its passes have not run, as the ledger has not paid for them. replays_before_passes: whether
     it is replayed meanwhile; else calls that find it run eagerly. found: the number of these calls.
+    has_missed: whether a call missed it.
     dropped: the slots that a replay empties first, see `state/dropped_gradients.py`.
     prediction: set until the program, which was not recorded, was found equal to a call: see `lengths/first_call.py`.
     is_unseen: whether it is replayed, and was neither recorded nor compared: see `lengths/proofs.py`.
@@ -84,6 +85,7 @@ class CachedProgram:
     awaits_passes: bool = False
     replays_before_passes: bool = False
     found: int = 0
+    has_missed: bool = False
     dropped: Sequence[Gradient] = ()
     prediction: Prediction | None = None
     is_unseen: bool = False
@@ -97,6 +99,16 @@ class CachedProgram:
     def waits(self) -> bool:
         """Whether calls that find it run eagerly until its passes have run."""
         return self.awaits_passes and not self.replays_before_passes
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether the ledger keeps back what its passes cost: not once a call has missed it, and none has found it."""
+        return self.waits and not (self.has_missed and self.is_unused)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no call has found it."""
+        return self.replays == self.audits == self.found == 0
 
     @property
     def signature(self) -> Signature | None:
@@ -244,7 +256,7 @@ class ProgramCache:
     def give_up(self) -> None:
         """Drop the programs that were of no use, and no longer count them as thrashing."""
         for cached in list(self._used):
-            if cached.replays == cached.audits == cached.found == 0:
+            if cached.is_unused:
                 self.drop(cached)
         self._unused_in_a_row = 0
 
@@ -325,6 +337,7 @@ class ProgramCache:
 
     def _fails(self, cached: CachedProgram, failure: str) -> None:
         self.missed(failure)
+        cached.has_missed = True
         self._other_state.add(cached)
         self.rule_out(Miss.of(failure))
 
@@ -391,7 +404,7 @@ class ProgramCache:
             self.drop(oldest)
             waited = self._policy.kinds.evicted(its_key)
             first = self._unused_in_a_row == 0
-            unused = waited and oldest.replays == oldest.audits == oldest.found == 0
+            unused = waited and oldest.is_unused
             self._unused_in_a_row = self._unused_in_a_row + 1 if unused else 0
             if self.thrashing or (first and self._unused_in_a_row):
                 self._warn()

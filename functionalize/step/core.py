@@ -88,7 +88,7 @@ class StepCore:
 
     def _owed(self) -> float:
         """What the passes cost that must run before some programs are replayed, in eager steps."""
-        waiting = Counter(address(each.group or each) for each in self.cache if each.waits)
+        waiting = Counter(address(each.group or each) for each in self.cache if each.is_owed)
         return self.options.passes_cost * sum(min(n, SIZES) for n in waiting.values())
 
     def _empty_cache(self) -> ProgramCache:
