@@ -23,7 +23,7 @@ from functionalize.passes.pipeline import parse
 from functionalize.passes.verify import check
 from functionalize.program.collective_order import Texts, sequences
 from functionalize.program.program import Program
-from functionalize.util.gc_pause import only_young_collections
+from functionalize.util.gc_pause import no_collections
 
 
 def run(program: Program, passes: Iterable[Pass] | str) -> Program:
@@ -37,7 +37,7 @@ def run(program: Program, passes: Iterable[Pass] | str) -> Program:
     passes = parse(passes) if isinstance(passes, str) else tuple(passes)
     _check_stages(program.stage, passes)
     program.describe()  # once for the program and all its copies
-    with only_young_collections():  # what passes look up of a graph lives as long as they run
+    with no_collections():  # what passes look up of a graph lives as long as they run
         return _run(program, passes)
 
 
@@ -55,10 +55,14 @@ def _run(program: Program, passes: Sequence[Pass]) -> Program:
 
 
 def _applied(program: Program, passes: Sequence[Pass], checks: bool) -> Program:
-    """A copy with every pass applied. checks: whether to verify after each."""
+    """A copy with every pass applied. checks: whether to verify after each.
+
+    Without, collectives and random ops are compared only before a pass that may change collectives, and at the end:
+    whoever finds a difference runs the passes once more, with checks, to name the pass.
+    """
     new = program.copy()
-    issued, draws = sequences(new.graph), _draws(new.graph)
-    for each in passes:
+    order = _Order(new.graph)
+    for i, each in enumerate(passes):
         count = each.apply(new)
         if count:
             new.stage = each.produces or new.stage
@@ -67,16 +71,30 @@ def _applied(program: Program, passes: Sequence[Pass], checks: bool) -> Program:
                 _verify(new)
             except (RuntimeError, VerifyError) as error:
                 raise InvariantError(f"`{each}` left a broken program: {error}") from error
-        before, issued = issued, sequences(new.graph)
-        if issued != before and not each.changes_collectives:
-            raise InvariantError(f"`{each}` {_what_changed(before, issued)}")
-        drew, draws = draws, _draws(new.graph)
-        if not _are_in_order(drew, draws):
-            raise InvariantError(
-                f"`{each}` moved, added or removed random ops, or reads the state of a generator elsewhere"
-            )
+        following = passes[i + 1] if i + 1 < len(passes) else None
+        may_change, may_next = (p is not None and p.changes_collectives for p in (each, following))
+        if checks or following is None or may_change != may_next:
+            order.compare(new.graph, each, may_change)
         new.history = (*new.history, f"{each}: {count}")
     return new
+
+
+class _Order:
+    """The collectives of a graph that ranks rely on, and its random ops."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._issued, self._draws = sequences(graph), _draws(graph)
+
+    def compare(self, graph: fx.Graph, by: Pass, changes_collectives: bool) -> None:
+        """Compare with the graph as it is after a pass; raises `InvariantError` if the pass may not do what it did."""
+        before, self._issued = self._issued, sequences(graph)
+        if self._issued != before and not changes_collectives:
+            raise InvariantError(f"`{by}` {_what_changed(before, self._issued)}")
+        drew, self._draws = self._draws, _draws(graph)
+        if not _are_in_order(drew, self._draws):
+            raise InvariantError(
+                f"`{by}` moved, added or removed random ops, or reads the state of a generator elsewhere"
+            )
 
 
 def _draws(graph: fx.Graph) -> list[tuple[Any, int]]:
