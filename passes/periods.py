@@ -73,9 +73,10 @@ class Gap:
         return set().union(*(period.parts for period in self.after))
 
 
-def gaps_of(graph: fx.Graph) -> list[Gap]:
-    """Every gap, in the order of the later periods."""
-    place = {node: i for i, node in enumerate(graph.nodes)}
+def gaps_of(graph: fx.Graph, place: dict[fx.Node, int] | None = None) -> list[Gap]:
+    """Every gap, in the order of the later periods. place: of each node, if not that in the graph."""
+    if place is None:
+        place = {node: i for i, node in enumerate(graph.nodes)}
     classes: dict[Any, list[list[Period]]] = {}
     for gather in gathers(graph):
         found = _periods(gather, place)

@@ -16,8 +16,8 @@ microbatches there is a gap between each forward and backward, and a group may b
 budget_mb bounds the peak (`cost/liveness.py`) of the resulting graph, in MiB. The peak includes
 activations, whose sizes may differ between ranks, so that ranks would choose differently: use kept_mb then, which
 bounds only the gathered parameters kept at the same time; their sizes are equal on all ranks. growth bounds the peak
-by a multiple of what the program needs as it is, written in place and in the order of `schedule_memory`. If the ranks
-of a captured step choose differently then, all leave this pass out.
+by a multiple of what the program needs as eager runs it (`as_eager.py`), nearly what it needs after `default`. If the
+ranks of a captured step choose differently then, all leave this pass out.
 
 Invariant: every reader reads the same bits. Collectives that are neither erased nor added keep their order.
 Refuses
@@ -43,14 +43,13 @@ from functionalize.cost.liveness import Liveness, Storage
 from functionalize.cost.machines.presets import machine_named
 from functionalize.errors import PassError
 from functionalize.ir.fakes import Fakes
-from functionalize.passes.base import INPLACE, Pass
+from functionalize.passes.as_eager import live_as_eager
+from functionalize.passes.base import Pass
 from functionalize.passes.graph_modules import on_graph_module
 from functionalize.passes.metadata import origin_meta, revalue, set_value
 from functionalize.passes.overlap import scratch_in
 from functionalize.passes.patterns import Gather
 from functionalize.passes.periods import Gap, Period, chain_of, gaps_of, nodes_of, split_node
-from functionalize.passes.reinplace import Reinplace
-from functionalize.passes.schedule_memory import ScheduleMemory
 from functionalize.program.program import Program
 from functionalize.tape.queries import AUTOGRAD
 
@@ -67,7 +66,7 @@ class Reshard(Pass):
     """Keep gathered parameters for backward, or gather them again.
 
     keep: `all`, `none`, or `budget`: with a peak of at most budget_mb MiB, and at most kept_mb MiB of kept
-    parameters, or with a peak of at most growth times the one without. machine: the machine whose times are modelled,
+    parameters, or with a peak of at most growth times the one of eager. machine: the machine whose times are modelled,
     see `cost/machines`.
     """
 
@@ -115,16 +114,13 @@ class Reshard(Pass):
         return count
 
     def _grown(self, program: Program, growth: float) -> int:
-        """Keep what fits into `growth` times the peak that the program will have in place and in memory order."""
+        """Keep what fits into `growth` times the peak that the program has as eager runs it."""
         gaps = [gap for gap in gaps_of(program.graph) if not gap.kept]
         if not gaps:
             return 0
-        trial = program.copy()
-        trial.stage = INPLACE if Reinplace().apply(trial) else trial.stage
-        ScheduleMemory().apply(trial)
-        room = _GapRoom(trial.graph, self, growth)
-        fits = {gap.after[0].gather.start.name for gap in _grow(room)}
-        kept = [gap for gap in gaps if gap.after[0].gather.start.name in fits]
+        room = _GapRoom(program.graph, self, growth)
+        fits = {gap.after[0].gather.start for gap in _grow(room)}
+        kept = [gap for gap in gaps if gap.after[0].gather.start in fits]
         return _merge(program.graph, kept, program.fakes)
 
     def _while_any(self, graph: fx.Graph, choose: _Choose, change: _Change) -> int:
@@ -152,10 +148,14 @@ def reshard(
 
 
 class _GapRoom:
-    """The gaps of a graph, and the memory in use at each place. growth: the limit, as a multiple of the peak."""
+    """The gaps of a graph, and the memory in use at each place.
+
+    growth: the limit, as a multiple of the peak of the graph as eager runs it, whose places are meant then.
+    """
 
     def __init__(self, graph: fx.Graph, options: Reshard, growth: float | None = None) -> None:
-        self.gaps, self.live = gaps_of(graph), Liveness(graph)
+        self.live = Liveness(graph) if growth is None else live_as_eager(graph)
+        self.gaps = gaps_of(graph, self.live.place)
         machine = machine_named(options.machine, graph)
         self.seconds = {
             gap: sum(seconds(n, machine) for n in chain_of(gap.after[0].gather))

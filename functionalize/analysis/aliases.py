@@ -139,6 +139,11 @@ class Aliases:
         first = self._first.get(key) if key is not None else None
         return None if first is None else self.of(first)
 
+    def put_on(self, key: int | None, node: fx.Node) -> None:
+        """Say that the tensors on the storage of a key are on the memory of a node."""
+        if key is not None:
+            self.unite(node, self._first.setdefault(key, node))
+
     def unite(self, kept: fx.Node, joins: fx.Node) -> None:
         """Merge two groups; the representative of `kept` becomes that of both."""
         kept, joins = self.of(kept), self.of(joins)
