@@ -18,6 +18,7 @@ from typing import Any
 from torch import fx
 
 from functionalize._compat.dispatch import OpOverload
+from functionalize._compat.graphs import input_nodes
 from functionalize.analysis.aliases import is_view, written_nodes
 from functionalize.analysis.dead_code import is_impure
 from functionalize.cost.decide.ordering import Constraints, Schedule, Uses
@@ -106,7 +107,7 @@ def memory_chains(live: Liveness) -> list[list[fx.Node]]:
             written.setdefault(group_of(target), [])
     if written:
         for node in live.graph.nodes:
-            near = (node, *node.all_input_nodes, *held_before(node))
+            near = (node, *input_nodes(node), *held_before(node))
             for group in dict.fromkeys(map(group_of, near)):
                 if group in written:
                     written[group].append(node)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from functionalize._compat.fakes import FakeTensor
-from functionalize._compat.graphs import pytree
+from functionalize._compat.graphs import first_input, pytree
 from functionalize._compat.references import address
 from functionalize.analysis.aliases import is_view, storage_key
 from functionalize.ir.fakes import FakeResultCache, Fakes
@@ -74,7 +74,7 @@ def is_detached(node: fx.Node) -> bool:
     """Whether a view's fake value is not on its source's memory: `make_fx` on real tensors loses it."""
     if not is_view(node) and node.target is not UNSAFE_VIEW:
         return False
-    value, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
+    value, source = node.meta["val"], first_input(node).meta["val"]
     return storage_key(value) != storage_key(source)
 
 

@@ -38,6 +38,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import fx
 
+from functionalize._compat.graphs import input_nodes
 from functionalize.analysis.aliases import Aliases, results, results_of, storage_classes
 from functionalize.analysis.dead_code import is_number, keeps_its_place
 from functionalize.analysis.inplace_forms import Write, fits, form_of, parts_of, writes_of
@@ -329,7 +330,7 @@ def _before_commit(program: Program, slots: Sequence[Any]) -> dict[fx.Node, None
     early = {n for n in program.graph.nodes if n in guarded or keeps_its_place(n) or is_number(n)}
     for node in reversed(program.graph.nodes):
         if node in early:
-            early |= set(node.all_input_nodes)
+            early.update(input_nodes(node))
     return {n: None for n in program.graph.nodes if n in early and n.op == "call_function"}
 
 
@@ -364,7 +365,7 @@ def _rewrite(
     node.args = tuple(_now(guard, moved) for guard in guards)
     # One node at a time: `replace_all_uses_with` would be quadratic in long lists.
     for each in graph.nodes:
-        if each not in moved and any(n in moved for n in each.all_input_nodes):
+        if each not in moved and any(n in moved for n in input_nodes(each)):
             each.args = fx.node.map_arg(each.args, lambda n: _now(n, moved))
             each.kwargs = fx.node.map_arg(each.kwargs, lambda n: _now(n, moved))
     values = NewValues(program.fakes)

@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, fx
 
+from functionalize._compat.graphs import input_nodes
 from functionalize.analysis.aliases import (
     Aliases,
     guarded_storages,
@@ -233,7 +234,7 @@ def _empty_reads(program: Program, nodes: Sequence[fx.Node], aliases: Aliases) -
                 f"{spec.geometry.end}"
             )
     for node in nodes if empty else ():
-        read = [n for n in node.all_input_nodes if n in empty]
+        read = [n for n in input_nodes(node) if n in empty]
         if read and is_view(node) and node.users:
             empty[node] = f"`{node.name}`, a view of {empty[read[0]]}"
             continue
@@ -257,7 +258,7 @@ def _waited(program: Program, nodes: Sequence[fx.Node], aliases: Aliases) -> Ite
             continue
         if getattr(node.target, "namespace", "") == "_c10d_functional" and node not in started:
             continue  # a wait
-        for used in node.all_input_nodes:
+        for used in input_nodes(node):
             if used in started and used is not node:
                 yield (
                     node,

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx
 
+from functionalize._compat.fakes import has_symbolic_sizes
+from functionalize._compat.graphs import first_input
 from functionalize.analysis.aliases import is_view
 from functionalize.analysis.dead_code import is_impure
 from functionalize.ir.ops import Geometry, geometry_of
@@ -24,10 +26,10 @@ _CHAIN = (
 def viewed(node: fx.Node) -> fx.Node | None:
     """The tensor that a node is a view of, past the tuple that it may be a part of; None if it is no view."""
     if node.target is UNSAFE_VIEW:  # a view, although its schema declares no alias
-        return node.all_input_nodes[0]
+        return first_input(node)
     if not is_view(node):
         return None
-    source = node.all_input_nodes[0]
+    source = first_input(node)
     return viewed(source) if node.target is operator.getitem else source
 
 
@@ -96,7 +98,7 @@ def is_plain(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return False
-    return {int}.issuperset(map(type, (*value.shape, *value.stride(), value.storage_offset())))
+    return not has_symbolic_sizes(value)
 
 
 def erase_unused(node: fx.Node) -> None:

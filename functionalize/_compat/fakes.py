@@ -27,6 +27,11 @@ __all__ = [
 HOST = torch.device("lazy", 0)
 
 
+def has_symbolic_sizes(tensor: torch.Tensor) -> bool:
+    """Whether a size, a stride or the offset of a tensor is a `SymInt`; `type(n)` of each takes ten times as long."""
+    return bool(tensor._has_symbolic_sizes_strides)
+
+
 def accelerators(kinds: Iterable[str]) -> list[str]:
     """The types of accelerators among types of devices, sorted; host memory of a fake world is none."""
     return sorted({*kinds} - {"cpu", "meta", HOST.type})

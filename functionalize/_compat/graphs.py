@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -23,6 +24,28 @@ __all__ = [
     "TensorMetadata",
     "pytree",
 ]  # names of torch that are used elsewhere
+
+
+# The nodes that a node reads, each once, in the order of their first uses: what `node.all_input_nodes` makes a list of,
+# by a property in Python, which takes eight times as long (2.11 to 2.15).
+input_nodes: Callable[[fx.Node], Collection[fx.Node]] = operator.attrgetter("_input_nodes")
+
+
+def first_input(node: fx.Node) -> fx.Node:
+    """The first node that a node reads; raises `StopIteration` if there is none."""
+    return next(iter(input_nodes(node)))
+
+
+def append_copy(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    """A node like another one, of the same name if that is free, with other arguments and no `meta`; at the end.
+
+    Half the time of `graph.node_copy`: a node that is created with arguments walks them for symbolic leaves.
+    """
+    new = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    new.args = args
+    if kwargs:
+        new.kwargs = kwargs
+    return new
 
 
 _new_node, _begin_node = fx.Node.__new__, _NodeBase.__init__

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from functionalize._compat.graphs import first_input, input_nodes
 from functionalize.discharge.rules import mutations
 from functionalize.discharge.rules.mutations import written_arguments
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE
@@ -38,7 +39,7 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         parent = node.args[0]
         return isinstance(parent, fx.Node) and is_view(parent)
-    return bool(getattr(node.target, "is_view", False)) and bool(node.all_input_nodes)
+    return bool(getattr(node.target, "is_view", False)) and bool(input_nodes(node))
 
 
 def written_nodes(node: fx.Node) -> list[tuple[str, fx.Node]]:
@@ -119,7 +120,7 @@ class Aliases:
                     self.unite(first, node)
             # A wait returns its argument, although its schema does not say so.
             if is_view(node) or node.target is WAIT:
-                source = node.all_input_nodes[0]
+                source = first_input(node)
                 if key is None or keys.get(source) != key:  # else they are in one group already
                     self.unite(source, node)
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from functionalize._compat.graphs import first_input, input_nodes
 from functionalize._compat.references import address
 from functionalize.analysis.aliases import Aliases, storage_key
 from functionalize.program.metadata import tensors_of
@@ -108,7 +109,7 @@ class Liveness:
         last: dict[fx.Node, int] = {}
         for place, node in enumerate(self.nodes):
             last[node] = place  # no place before it is later
-            for read in node.all_input_nodes:
+            for read in input_nodes(node):
                 last[read] = place
             for held in held_before(node):
                 last[held] = max(place - 1, last.get(held, 0))
@@ -120,9 +121,9 @@ class Liveness:
 
 def held_before(node: fx.Node) -> list[fx.Node]:
     """The inputs of the collective whose wait this node is: the backend releases them at the wait."""
-    if getattr(node.target, "namespace", "") != _FUNCTIONAL or not node.all_input_nodes:
+    if getattr(node.target, "namespace", "") != _FUNCTIONAL or not input_nodes(node):
         return []
-    source = node.all_input_nodes[0]
+    source = first_input(node)
     if source.target is operator.getitem:  # a coalesced collective returns a list
         source = source.all_input_nodes[0]
     started = getattr(source.target, "namespace", "") == _FUNCTIONAL

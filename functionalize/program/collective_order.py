@@ -40,7 +40,10 @@ def sequences(graph: fx.Graph) -> dict[str, Texts]:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        for group in groups_of(node.target, node.args):
+        names = _names_of_groups(node.target)
+        if names is None:
+            continue
+        for group in names(node.args):
             tensors = [t for n in node.all_input_nodes for t in tensors_of(n.meta["val"])]
             looks = [(tuple(t.shape), t.dtype) for t in tensors]
             found.setdefault(group, []).append(_text(node.target, looks, node.args))

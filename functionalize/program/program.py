@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from functionalize._compat.graphs import append_copy
 from functionalize.program.executable import Executable
 from functionalize.program.lower import lower
 from functionalize.program.printer import program_text
@@ -42,13 +43,8 @@ class Program(Executable):
         copied: dict[fx.Node, fx.Node] = {}
         of = copied.__getitem__
         for node in self.graph.nodes:
-            # Half the time of `graph.node_copy`: a node that is created with arguments walks them for symbolic leaves.
-            new = copied[node] = graph.create_node(
-                node.op, node.target, name=node.name, type_expr=node.type
-            )
-            new.args = fx.node.map_arg(node.args, of)
-            if node.kwargs:
-                new.kwargs = fx.node.map_arg(node.kwargs, of)
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), of)
+            new = copied[node] = append_copy(graph, node, args, kwargs)
             new.meta.update(node.meta)
         return replace(self, graph=graph, constants=dict(self.constants), _module=None, _run=None)
 

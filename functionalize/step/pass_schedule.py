@@ -33,7 +33,7 @@ from functionalize.step.stages import Invocation
 from functionalize.step.vote import Fingerprints, collectives
 from functionalize.templates.call_keys import shapes_of
 from functionalize.templates.symbols import Shapes
-from functionalize.util.gc_pause import only_young_collections
+from functionalize.util.gc_pause import no_collections
 
 log = logging.getLogger("functionalize")
 
@@ -210,7 +210,7 @@ class PassSchedule:
             return passed
 
         try:
-            with torch.no_grad(), disable_current_modes(), only_young_collections():
+            with torch.no_grad(), disable_current_modes(), no_collections():
                 group.run_passes(apply)
         except Exception as error:  # they run for each size, where an error is reported
             group.apart = f"the passes fail: {type(error).__name__}: {error}"

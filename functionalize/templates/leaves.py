@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx
 
-from functionalize._compat.graphs import pytree
+from functionalize._compat.graphs import append_copy, pytree
 from functionalize.ir.guards import AliasGuard, TensorGuard
 from functionalize.ir.inputs import WholeStorage
 from functionalize.program.executable import Executable
@@ -301,7 +301,7 @@ def _copied(program: Any, rest: Iterator[Any]) -> Any:
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node, arguments in found.arguments.items():
         args, kwargs = fx.node.map_arg(arguments, copies.__getitem__)
-        made = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+        made = append_copy(graph, node, args, kwargs)
         made.meta, copies[node] = node.meta.copy(), made
     for node, size in found.sized.items():
         copies[node].meta["sized"] = size

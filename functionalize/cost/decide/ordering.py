@@ -23,6 +23,7 @@ from types import MappingProxyType
 
 from torch import fx
 
+from functionalize._compat.graphs import input_nodes
 from functionalize.analysis.aliases import is_view
 from functionalize.cost.liveness import Liveness, held_before
 
@@ -61,7 +62,7 @@ class Uses:
         number = {id(s): i for i, s in enumerate(live.storages)}
         place = live.place
         of = [tuple(number[id(s)] for s in live.of[n]) for n in live.nodes]
-        reads = [tuple(place[n] for n in node.all_input_nodes) for node in live.nodes]
+        reads = [tuple(map(place.__getitem__, input_nodes(node))) for node in live.nodes]
         holds = [tuple(place[n] for n in held_before(node)) for node in live.nodes]
         touches = []
         for i, node in enumerate(live.nodes):
