@@ -36,6 +36,7 @@ from functionalize.step.hooks import Hooks
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Built
 from functionalize.step.plan import Eager, Record
+from functionalize.step.policy import CLASS
 from functionalize.step.recording import StepRecording
 from functionalize.step.stages import Invocation
 from functionalize.step.vote import RARE
@@ -204,6 +205,7 @@ class LateSizes:
         options = self._core.options
         group.passed = options.why_apart
         if group.passed is None:
+            self._core.policy.ledger.pay(CLASS)
             try:
                 with torch.no_grad(), disable_current_modes():
                     group.run_passes(self._step.passes.apply)

@@ -28,7 +28,7 @@ from functionalize.state.hyperparameters import Key
 from functionalize.step.cache import ProgramCache
 from functionalize.step.options import CaptureOptions
 from functionalize.step.outcome import Unkept, UnsettledMisses
-from functionalize.step.policy import SIZES, Policy
+from functionalize.step.policy import Policy
 from functionalize.step.stages import Invocation
 from functionalize.step.stats import Stats
 from functionalize.step.step_state import EntryState
@@ -89,7 +89,8 @@ class StepCore:
     def _owed(self) -> float:
         """What the passes cost that must run before some programs are replayed, in eager steps."""
         waiting = Counter(address(each.group or each) for each in self.cache if each.is_owed)
-        return self.options.passes_cost * sum(min(n, SIZES) for n in waiting.values())
+        one, of_class = self.options.passes_cost, self.options.class_passes_cost
+        return sum(min(n * one, of_class) for n in waiting.values())
 
     def _empty_cache(self) -> ProgramCache:
         return ProgramCache(self.name, self.options.max_programs, self.policy, self.stats)

@@ -15,7 +15,16 @@ from functionalize.program.collective_order import fingerprints, groups_of
 from functionalize.program.program import Program
 from functionalize.run import runner
 from functionalize.run.boxed import boxed
-from functionalize.step.policy import ALLOWANCE, BUILDING, PASS, PASSES, RECORDING, Policy
+from functionalize.step.policy import (
+    ALLOWANCE,
+    BUILDING,
+    CLASS,
+    PASS,
+    PASSES,
+    RECORDING,
+    SIZES,
+    Policy,
+)
 from functionalize.templates.template import EARLY, FEWEST
 
 log = logging.getLogger("functionalize")
@@ -125,6 +134,11 @@ class CaptureOptions:
     def passes_cost(self) -> float:
         """What the passes of one program cost, in eager steps. A compiler is not counted: who asks for one waits."""
         return PASSES + PASS * len(self.passes) if self.passes else 0
+
+    @property
+    def class_passes_cost(self) -> float:
+        """What the passes of a class of lengths cost, which run once for all its sizes."""
+        return SIZES * self.passes_cost + CLASS if self.passes else 0
 
     def lengths(self) -> LengthClasses | None:
         """What predicts programs for other sizes; None without `dynamic`."""

@@ -28,7 +28,7 @@ from functionalize.program.program import Program
 from functionalize.step.cache import CachedProgram
 from functionalize.step.core import StepCore
 from functionalize.step.outcome import Refused
-from functionalize.step.policy import GAIN, SIZES
+from functionalize.step.policy import CLASS, GAIN
 from functionalize.step.stages import Invocation
 from functionalize.step.vote import Fingerprints, collectives
 from functionalize.templates.call_keys import shapes_of
@@ -134,10 +134,10 @@ class PassSchedule:
         sharing = self._sharing(cached)
         if sharing is not None and sharing.passed:
             return True
-        times = 1 if sharing is None else SIZES
+        cost = options.passes_cost if sharing is None else options.class_passes_cost
         if not cached.replays_before_passes or group is None:
-            return self._core.policy.ledger.can_pay(times * options.passes_cost, is_owed=True)
-        return self.is_worth(cached.replays if sharing is None else sharing.replays, times)
+            return self._core.policy.ledger.can_pay(cost, is_owed=True)
+        return self._returns(cached.replays if sharing is None else sharing.replays, cost)
 
     def _sharing(self, cached: CachedProgram) -> LengthClass | None:
         """The class of a program, if its passes would hold for the program."""
@@ -147,15 +147,20 @@ class PassSchedule:
         sizes = group.sizes_of(shapes_of(self._core.cache.key_of(cached)))
         return group if group.shares_passes(sizes) else None
 
-    def is_worth(self, replays: int, times: int = SIZES) -> bool:
-        """Whether the passes of a program that was replayed before them run now. times: how often they run."""
-        cost = times * self._core.options.passes_cost
+    def is_worth(self, replays: int) -> bool:
+        """Whether the passes of a class whose programs were replayed before them run now."""
+        return self._returns(replays, self._core.options.class_passes_cost)
+
+    def _returns(self, replays: int, cost: float) -> bool:
+        """Whether replays before the passes have returned what these cost, and the ledger pays for them."""
         return replays * GAIN >= cost and self._core.policy.ledger.can_pay(cost, is_owed=True)
 
     def why_waits(self, cached: CachedProgram) -> str | None:
         """What is missing for the passes of a program that waits for them, for messages; None: they run next."""
-        times = 1 if self._sharing(cached) is None else SIZES
-        return self._core.policy.why_unpaid(times * self._core.options.passes_cost, is_owed=True)
+        options = self._core.options
+        is_shared = self._sharing(cached) is not None
+        cost = options.class_passes_cost if is_shared else options.passes_cost
+        return self._core.policy.why_unpaid(cost, is_owed=True)
 
     # -- run them --------------------------------------------------------------------------------
 
@@ -205,6 +210,8 @@ class PassSchedule:
             group.passed = []  # of a file
 
         def apply(program: Program) -> Program:
+            if not issued:
+                self._core.policy.ledger.pay(CLASS)
             passed = self._applied(program)
             issued.append(options.issued(passed))
             return passed

@@ -39,6 +39,7 @@ RECORDING = 5.0
 BUILDING = 2.5  # a program of a recording, and its code at the first replay
 PASSES, PASS = 4.0, 0.8  # the metadata of a program, a copy and `verify`; one pass over it
 SIZES = 2  # at which the passes of a class of lengths run
+CLASS = 7.0  # beside them: programs at two sizes that were not recorded, their metadata, a template of the results
 AUDIT = 7.0
 COMPARISON = 4.0  # a first call of a predicted program that is compared
 LOST_GRAPH = 0.25  # a graph that ran, and whose guards on numbers failed
