@@ -71,7 +71,7 @@ PASSES: Mapping[str, type[Pass]] = types.MappingProxyType(
 # cleanup: removes nodes; results and collectives are unchanged.
 # default: preserves every bit of every result, needs no more memory than before; collectives are issued as in eager.
 # fast: may round differently (small sums over more than two ranks are merged) and needs more memory: parameters stay
-# gathered for the backward as far as 1.3 times the peak of `default` allows (1.25 times eager's in what was measured).
+# gathered for the backward as far as 1.3 times the peak of the program as eager runs it allows.
 _CLEANUP = "remove_noops,elide_copies,fold_views,merge_duplicates,drop_dead_code"
 PIPELINES: Mapping[str, str] = types.MappingProxyType(
     {
