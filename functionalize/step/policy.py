@@ -1,7 +1,7 @@
 """When a call that no program covers is recorded, and what all this may cost.
 
     A call is recorded if the ledger can pay for it, if its kind has come often enough for what recordings of such calls
-    have returned, and if what it missed has come before or is one of the first three answers of its question.
+    have returned, and if what it missed has come before or fewer than three answers to its question were recorded.
 
     policy.rest.takes_call()         whether this call runs eagerly, and nothing is looked at
     policy.kinds.is_rare(key)        whether calls of a kind without a program came too seldom
@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from functionalize.ir.guards import Miss
 
 # Eager steps beyond the one that the call would have taken.
-RECORDING = 5.0
+RECORDING = 4.5  # the first one, which is watched, takes more, each later one less
 BUILDING = 2.5  # a program of a recording, and its code at the first replay
 PASSES, PASS = 4.0, 0.8  # the metadata of a program, a copy and `verify`; one pass over it
 SIZES = 2  # at which the passes of a class of lengths run

@@ -80,8 +80,7 @@ class Kind:
     programs: dict[int, int] = field(default_factory=dict)  # number -> calls of the program
     answers: Counter[int] = field(default_factory=Counter)  # numbers without a program
     recorded: Counter[int] = field(default_factory=Counter)  # of these, those that were recorded
-    in_a_row: int = 0  # such calls since the last replay
-    recorded_in_a_row: int = 0
+    recorded_in_a_row: int = 0  # such calls since the last replay
 
 
 class Model:
@@ -107,7 +106,7 @@ class Model:
             return EAGER
         if case.number in kind.programs:
             return self._use(kind, case)
-        can_pay = self.saved >= 12.3
+        can_pay = self.saved >= 11.8
         if not kind.programs:
             if self._is_rare(kind) or not can_pay:
                 return EAGER
@@ -121,7 +120,7 @@ class Model:
                 return EAGER
             kind.recorded[case.number] += 1
             kind.recorded_in_a_row += 1
-        self.saved -= 5
+        self.saved -= 4.5
         kind.waits = True
         if not case.fails:
             self.saved -= 2.5
@@ -130,7 +129,7 @@ class Model:
 
     def _use(self, kind: Kind, case: Case) -> str:
         kind.programs[case.number] += 1
-        kind.waits, kind.in_a_row, kind.recorded_in_a_row = False, 0, 0
+        kind.waits, kind.recorded_in_a_row = False, 0
         self.in_vain, self.next_rest, self.was_of_use, self.rest = 0, 32, True, 0
         if kind.programs[case.number] % EVERY == 0:
             return AUDIT
@@ -146,10 +145,9 @@ class Model:
         return waiting > 0 and kind.came < 2 << max(waiting - 2, 0)
 
     def _is_worth(self, kind: Kind, number: int) -> bool:
-        kind.in_a_row += 1
         kind.answers[number] += 1
         if kind.answers[number] == 1:
-            return kind.in_a_row <= 3
+            return kind.recorded_in_a_row < 3
         vain = max(kind.recorded_in_a_row - 2, kind.recorded[number] - 2, 0)
         return kind.answers[number] > 1 << vain
 

@@ -76,7 +76,7 @@ def test_the_ledger_names_its_price() -> None:
     for counter.n in range(5):
         step(X)
     step.core.policy.ledger.balance = 3.2
-    price = "a recording costs 12.3 eager steps, and 3.2 are left; each call adds 0.05"
+    price = "a recording costs 11.8 eager steps, and 3.2 are left; each call adds 0.05"
     assert first(step) == f"{LIKE}runs eagerly: {price}"
 
 

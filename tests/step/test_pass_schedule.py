@@ -205,7 +205,7 @@ def test_a_step_that_writes_nothing_pays_for_no_pass() -> None:
         step(torch.ones(3))
     assert replayed(step) is step.program
     stats, balance = step.stats, step.core.policy.ledger.balance
-    spent = 5 * (stats.warmups + stats.captures) + 2.5 * stats.captures
+    spent = 4.5 * (stats.warmups + stats.captures) + 2.5 * stats.captures
     assert balance == pytest.approx(30 - spent + 0.65 * stats.replays + 0.05 * 4)
 
 

@@ -37,7 +37,7 @@ def test_a_ledger_pays_from_its_allowance_then_from_calls_and_replays() -> None:
         ledger.pay(RECORDING + BUILDING)
         recordings += 1
     assert recordings == 4
-    for _ in range(149):
+    for _ in range(99):
         ledger.call()
     assert not ledger.can_pay(RECORDING + BUILDING)
     ledger.call()
