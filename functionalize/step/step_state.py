@@ -169,7 +169,7 @@ class EntryState:
             watch(gradients, recorder.records, deaths),
             deaths,
             fsdp,
-            _facts(roots, leaves, found, lifted, state),
+            _facts(roots, leaves, found, lifted, state, moving),
             surroundings,
             SlotGuard.of(call, places.slots),
             lifted,
@@ -282,8 +282,11 @@ def _facts(
     found: Sequence[tuple[str, Source, Tensor]],
     lifted: frozenset[Key],
     state: PythonState,
+    moving: MovingPlaces,
 ) -> list[Guard]:
     """Guards on state that a step reads and does not write; those that fail most often come first."""
+    # Of these places alone, the recording has what they hold as inputs.
+    live = LivePlaces({place.place: place for _, place in moving.values})
     constants = [
         ConstantGuard(i, frozen_constant(leaf))
         for i, leaf in enumerate(leaves)
@@ -293,7 +296,7 @@ def _facts(
     return [
         *constants,
         ModeGuard.now(),
-        ModuleGuard.of(roots, state.live),
+        ModuleGuard.of(roots, live),
         *hyperparameters,
         ParameterGuard.of([*found, *_tensor_arguments(roots, leaves)], state.asks_nodes),
     ]
