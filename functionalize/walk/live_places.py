@@ -539,16 +539,20 @@ class Bundle:
         return any((t := was()) is not None and address_of(t) != at for was, at in found)
 
 
+def is_users_object(value: Any) -> bool:
+    """Whether a value is an object of a class of the user's, or a namespace."""
+    kind = type(value)
+    return kind in _NAMESPACES or is_users_class(kind)
+
+
 def is_of_user(holder: Any) -> bool:
     """Whether an object, a function, a class or a Python module is the user's."""
     kind = type(holder)
     if kind is types.ModuleType:
         return is_users(holder.__name__.partition(".")[0])
-    if kind in _NAMESPACES:
-        return True
     if kind is types.FunctionType:
         return is_users_function(holder)
-    return is_users_class(holder if issubclass(kind, type) else kind)
+    return is_users_class(holder) if issubclass(kind, type) else is_users_object(holder)
 
 
 def may_grow(value: Any) -> bool:

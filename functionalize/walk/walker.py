@@ -41,7 +41,7 @@ from functionalize._compat.autograd import (
 from functionalize._compat.modules import without_reports
 from functionalize.scalars.live_scalars import is_live
 from functionalize.util.own_values import OWN_VALUES
-from functionalize.util.packages import is_users_class, is_users_function
+from functionalize.util.packages import is_users_function
 from functionalize.util.reading import elements_of, item_of, items_of, size_of, table_of, values_of
 from functionalize.util.text import with_article
 from functionalize.walk.code_names import NameFilter
@@ -54,6 +54,7 @@ from functionalize.walk.live_places import (
     content,
     content_of,
     elements_in,
+    is_users_object,
     may_grow,
     may_live,
     may_move,
@@ -603,10 +604,8 @@ class PythonState:
             if type(value) in _GUARDED or key.startswith(_FSDP_ATTRIBUTE):
                 continue
             is_carried = self.live.holds_bundle(Held(table, key), value)
-            is_object = is_users_class(type(value))  # the module's own sources do not look into it
-            if (
-                is_carried or is_object or self.live.keys_of(value)
-            ):  # its tensors are found again there
+            # Its tensors are found again there; into an object of the user's no source of the module looks.
+            if is_carried or is_users_object(value) or self.live.keys_of(value):
                 self._push(Visit(visit.path, visit.name, None), attribute(table, key))
                 continue
             if issubclass(type(value), (list, tuple, deque)):  # `isinstance` asks the object

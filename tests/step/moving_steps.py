@@ -1268,6 +1268,19 @@ def meter_of_a_module(w: World) -> Step:
 
 
 @moves
+def namespace_of_a_module(w: World) -> Step:
+    w.model.counts = types.SimpleNamespace(n=0, last=0.0)  # type: ignore[assignment]
+
+    def step(x: Tensor) -> Tensor:
+        loss = w.train(x)
+        w.model.counts.n += 1  # type: ignore[union-attr, operator]
+        w.model.counts.last = loss.item()  # type: ignore[union-attr, operator, assignment]
+        return loss.detach()
+
+    return step
+
+
+@moves
 def tensor_in_a_meter_of_a_module(w: World) -> Step:
     w.model.meter = AverageMeter()
 
