@@ -99,7 +99,7 @@ from functionalize.walk.live_places import (
     is_alone,
     is_bundle,
     may_grow,
-    numbers_between,
+    numbers_moved,
     part_at,
     put,
     structure_of,
@@ -264,15 +264,17 @@ def moved(before: PythonState, after: PythonState) -> LivePlaces:
         and (type(value) is not Bundle or value.may_replace(were.get(p.place)))
     }
     numbers = {
-        p.place: frozenset(numbers_between(was.structure, value.structure))
+        p.place: numbers_moved(was.structure, value.structure)
         for _, p, value in after.slots
         if p.place in values and type(value) is Bundle
         if type(was := were.get(p.place)) is Bundle
     }
     new = [
-        content(p)
+        found
         for _, p, value in after.slots
         if type(value) is Bundle and value.is_another(were.get(p.place))
+        # To an empty dict or list the step has added the first numbers.
+        if before.empty.get(id(found := content(p))) is not found
     ]
     inside = {id(each) for bundle in new for each in changeable_in(bundle)}
     values = {key: p for key, p in values.items() if key[0] not in inside}

@@ -126,8 +126,10 @@ class CaptureOptions:
         """When the step records, audits and compares; whoever asks for predictions or reports pays for them."""
         is_bounded = self.dynamic in (False, "auto") and not self.memory
         program = RECORDING + BUILDING
-        # However long the pipeline is, the allowance pays for a first program after three recordings that are not kept.
-        most = max((self.allowance or ALLOWANCE) - 3 * RECORDING, program)
+        # However long the pipeline is, the allowance pays for a first program after three recordings that are not kept;
+        # after two, where its passes cannot wait for what replays return.
+        unkept = 2 if self.compares or self.memory else 3
+        most = max((self.allowance or ALLOWANCE) - unkept * RECORDING, program)
         return Policy(self.allowance, is_bounded, min(program + self.passes_cost, most))
 
     @property

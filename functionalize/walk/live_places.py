@@ -270,6 +270,29 @@ def numbers_between(was: Any, now: Any, keys: Keys = ()) -> Iterator[Keys]:
                 yield from numbers_between(before, after[key], (*keys, key))
 
 
+def numbers_moved(was: Any, now: Any) -> frozenset[Keys]:
+    """The keys of what moves between two structures of a container that is made anew: see `numbers_between`.
+
+    Where a number does, all others in it may: a window over the last losses fills element by element.
+    """
+    found = frozenset(numbers_between(was, now))
+    return found | frozenset(_numbers_alike(was, now)) if found else found
+
+
+def _numbers_alike(was: Any, now: Any, keys: Keys = ()) -> Iterator[Keys]:
+    """The keys of the numbers, no flags and texts, of one type in both structures."""
+    if not (type(was) is type(now) is tuple and was[0] is now[0]):
+        return
+    kind, inner = was
+    if kind in LIVE_NUMBERS:
+        yield keys
+    elif type(inner) is tuple and type(now[1]) is tuple:
+        after = dict(now[1])
+        for key, before in inner:
+            if key in after and key != _BOUND:
+                yield from _numbers_alike(before, after[key], (*keys, key))
+
+
 def computed_alike(value: Any, was: Any, keys: Keys = ()) -> Iterator[Keys]:
     """The keys that lead to each live number in a container that is the plain number which a structure has there."""
     if type(was) is not tuple or type(was[1]) is not tuple:

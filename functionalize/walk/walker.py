@@ -207,6 +207,7 @@ class PythonState:
     live: places whose contents are no facts. slots: path, place, content (of tensors weakly) of those that may be.
     lists: path, place and list of those that code of the step finds by a name.
     movable: path and place of all of these, and of those that hold nothing yet.
+    empty: by id, the containers at such places that hold nothing yet.
     rings: path, object and size of each deque that takes so many elements and no more.
     holders: by id, the objects that determine ops and can be changed, each with its place.
     movers: path -> object and place, of each whose state is read only by changing it.
@@ -238,6 +239,7 @@ class PythonState:
         self.slots: list[tuple[Path, Held, Any]] = []
         self.lists: list[tuple[Path, Held, list[Any]]] = []
         self.movable: list[tuple[Path, Held]] = []
+        self.empty: dict[int, Any] = {}
         self.rings: list[tuple[Path, weakref.ref[deque[Any]], int]] = []
         self.shared: set[int] = set()
         self.holders: dict[int, tuple[Held, Any]] = {}
@@ -444,7 +446,7 @@ class PythonState:
 
     def forget_slots(self) -> None:
         """Release what only a recording needs."""
-        self.slots, self.lists, self.rings, self.movable = [], [], [], []
+        self.slots, self.lists, self.rings, self.movable, self.empty = [], [], [], [], {}
         self.owners, self.movers, self.holders = {}, {}, {}
 
     def _note_slot(self, holder: Visit, visit: Visit) -> None:
@@ -459,6 +461,8 @@ class PythonState:
             self.lists.append((visit.path, visit.place, visit.value))
         if lives:
             self.slots.append((visit.path, visit.place, content_of(visit.value)))
+        if type(visit.value) in WITH_ITEMS and not visit.value:
+            self.empty[id(visit.value)] = visit.value
         if is_list or lives or visit.value is None:
             self.movable.append((visit.path, visit.place))
 

@@ -1222,6 +1222,18 @@ def metrics_of_numbers_in_a_new_dict(w: World) -> Step:
     return step
 
 
+@moves
+def metrics_in_an_empty_dict(w: World) -> Step:
+    """The first call makes the keys."""
+    w.metrics = {}
+
+    def step(x: Tensor) -> None:
+        w.metrics["loss"] = w.train(x).item()
+        w.metrics["lr"] = w.optimizer.param_groups[0]["lr"]
+
+    return step
+
+
 class Counts(NamedTuple):
     n: int = 0
     average: float = 0.0
