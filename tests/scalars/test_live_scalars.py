@@ -243,6 +243,60 @@ def test_a_sum_is_that_of_this_python(name: str) -> None:
         assert repr(ours) == repr(eager) and type(ours) is type(eager)
 
 
+_least = min
+EXTREMES: dict[str, Callable[[Any, Any], Any]] = {
+    "two": lambda n, m: min(n, m) - max(n, m),
+    "a constant": lambda n, m: max(0.25, min(1.0, n * m)),
+    "several": lambda n, m: (min(n, m, 0.5, -n), max(-m, 0.5, n)),
+    "a list": lambda n, m: (min([n, m, 0.5]), max((n, m))),
+    "a generator": lambda n, m: max(k * n for k in (1, -1)),
+    "zeros": lambda n, m: (min(0.0 * n, -0.0 * n), max(-0.0 * n, 0.0 * n), min(-0.0 * n, 0.0)),
+    "not a number": lambda n, m: (min(n, math.nan), min(math.nan, n), max([math.nan, n, m])),
+    "an integer and a float": lambda n, m: (min(1, n), max(0, n), max(n, 0), max(True, n)),
+    "a key": lambda n, m: max(n, m, key=lambda each: -each),
+    "a default": lambda n, m: max([], default=n) + min([m], default=0.0),
+    "held": lambda n, m: _least(n, m),
+    "numpy's": lambda n, m: float(max(n, numpy.float64(0.5))),
+    "texts": lambda n, m: (max("a", "b"), n),
+    "nothing live": lambda n, m: (max(1, 2), min(n, n)),
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_the_least_and_the_greatest(name: str) -> None:
+    found: list[list[Any]] = [[], []]
+
+    def fn(x: Tensor, to: list[Any]) -> Tensor:
+        to.append(EXTREMES[name](x[0].item(), x[1].item()))
+        return x * 2
+
+    step = fz.capture(fn, on_uncapturable="eager")
+    for k in range(12):
+        x = torch.randn(2, generator=torch.Generator().manual_seed(k))
+        assert torch.equal(step(x.clone(), found[0]), fn(x.clone(), found[1]))
+    for ours, eager in zip(*found, strict=True):
+        assert repr(ours) == repr(eager), name
+
+
+def test_which_is_the_least_is_no_branch() -> None:
+    step = replayed(lambda x: x * min(x.item(), 2.0), [1.0, 3.0, 0.5, 7.0, 2.0])
+    assert step.stats.captures == 1
+
+
+def test_a_min_that_a_script_has_put_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, asked = min, []
+
+    def own(*args: Any, **keywords: Any) -> Any:
+        asked.append(args)
+        return original(*args, **keywords)
+
+    monkeypatch.setattr("builtins.min", own)
+    step = fz.capture(lambda x: x * min(x.item(), 2.0), on_uncapturable="eager")
+    for value in (1.0, 3.0):
+        assert step(torch.tensor(value)).item() == value * original(value, 2.0)
+    assert min is own and asked
+
+
 # -- what is learned -------------------------------------------------------------------------------
 
 

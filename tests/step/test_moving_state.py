@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import functionalize as fz
 from functionalize.errors import UncapturableError
@@ -188,6 +188,26 @@ def test_a_number_that_code_outside_has_changed_is_live(name: str) -> None:
         config.weight, config.count = 0.5 + 0.25 * i, 3 + i
         assert torch.equal(captured(batch(i)), body(batch(i)))
     assert captured.stats.captures == 2 and captured.stats.replays == 9, captured.explain()
+
+
+@pytest.mark.parametrize("name", ["negative_slope", "eps", "own"])
+def test_a_number_of_a_module_that_code_outside_has_changed(name: str) -> None:
+    """`eps` is a number of C++, which is guarded by its value wherever it comes from."""
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        found = nn.Sequential(nn.Linear(3, 3), nn.LeakyReLU(), nn.LayerNorm(3))
+        found[0].own = 1.0
+        return found
+
+    eager, ours = made(), made()
+    captured = fz.capture(lambda x: ours(x) * ours[0].own, audit=False)
+    for i in range(12):
+        for model in (eager, ours):
+            holder = next(each for each in model if hasattr(each, name))
+            setattr(holder, name, 0.01 * (i + 1))
+        assert torch.equal(captured(batch(i)), eager(batch(i)) * eager[0].own)
+    assert name == "eps" or captured.stats.replays == 9, captured.explain()
 
 
 def test_a_number_that_changes_once_stays_guarded() -> None:
