@@ -264,7 +264,8 @@ def checked(seen: Counter[str]) -> Iterator[None]:
         elif fast is not None:
             assert isinstance(slow, Call), f"the fast test holds, but {slow}"
             for spec, a, b in zip(program.inputs, fast.inputs, slow.inputs, strict=True):
-                same = a is b or (type(spec.source).__name__ == "HyperparameterNumber" and a == b)
+                is_number = type(spec.source).__name__ in ("HyperparameterNumber", "PlaceNumber")
+                same = a is b or (is_number and a.dtype == b.dtype and a.equal(b))
                 assert same, f"another {spec.name}"
         found = known(program, leaves, asks_numbers_first)
         if asks_numbers_first and isinstance(found, Miss):
