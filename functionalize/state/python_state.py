@@ -136,12 +136,11 @@ class SurroundingsGuard:
             was.probes = now.probes
         return failure
 
-    def varied(self, leaves: Sequence[Any]) -> LivePlaces:
-        """The places of numbers that the step reads and that are others than at the capture, of the same types."""
+    def varied(self, now: PythonState) -> LivePlaces:
+        """The places of numbers that the step reads and that are others by this walk, of the same types."""
         was = self.state
-        if self.stale is not None or not was.takes(leaves) or was.probes.hold(leaves):
+        if self.stale is not None:
             return NO_PLACES
-        now = walked_again(self.fn, leaves, was, is_replay=False)
         paths = {
             path
             for new, old, path, was_path in zip(
@@ -319,23 +318,22 @@ class VaryingNumbers:
     """The places of numbers that code outside of a step changes: once it has, a number is live."""
 
     def __init__(self) -> None:
-        self._found = NO_PLACES
+        self.found = NO_PLACES
 
-    def learned(self, facts: Sequence[Any], leaves: Sequence[Any]) -> LivePlaces:
-        """The numbers that may be live in the recording that begins. facts: of the latest program.
+    def learned(self, facts: Sequence[Any], now: PythonState) -> LivePlaces:
+        """The numbers that may be live in the recording that begins. facts: at earlier ones. now: the walk before it.
 
         None while code may hand a number on to C code that takes exact ones alone.
         """
-        found, functions = NO_PLACES, list[types.FunctionType]()
+        found = NO_PLACES
         for fact in facts:
             if isinstance(fact, SurroundingsGuard):
-                found |= fact.varied(leaves)
-                functions += fact.state.roots.functions
+                found |= fact.varied(now)
             elif isinstance(fact, ModuleGuard):
                 found |= fact.varied()
-        if found and not any_needs_exact(functions):
-            self._found |= found
-        return self._found
+        if found and not any_needs_exact(now.roots.functions):
+            self.found |= found
+        return self.found
 
 
 @dataclass(frozen=True, slots=True, eq=False)

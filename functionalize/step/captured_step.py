@@ -132,6 +132,7 @@ from functionalize.util.turns import (
 from functionalize.util.user_warning import warn_uncapturable
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.unread import ReadArguments, looks_at_frames
+from functionalize.walk.walker import PythonState
 
 log = logging.getLogger("functionalize")
 _DISTURBED = "steps of other threads have run in its recordings"
@@ -833,11 +834,11 @@ class CapturedStep:
         if recorder.scalar_log is not None:
             recorder.scalar_log.plain_reads = self._plain_reads
         varying, outside = self.core.varying, self.core.hooks_run_outside
-        places = self._places(call, recorder.live)
+        places, varies = self._places(call, recorder.live)
         is_alone = self.core.vote is not None or outside or in_world()
         meets_as = None if is_alone else self.core.name
         try:
-            run = record(self.core.fn, call, recorder, varying, outside, places, meets_as)
+            run = record(self.core.fn, call, recorder, varying, outside, places, varies, meets_as)
         except Exception as error:
             self._plain_reads |= was_refused(error)
             raise
@@ -845,14 +846,19 @@ class CapturedStep:
             self._arguments.read_all()
         return run
 
-    def _places(self, call: Invocation, live: bool) -> LivePlaces:
-        """The places in Python that may be live in this recording: earlier ones, or code outside, have moved them."""
+    def _places(
+        self, call: Invocation, live: bool
+    ) -> tuple[LivePlaces, Callable[[PythonState], LivePlaces] | None]:
+        """The places in Python that may be live in this recording: earlier ones have moved them, or code outside has.
+
+        What finds the latter, by the walk before this recording.
+        """
         previous = self._previous(call.key)
         is_still = self._hooks.is_still or self._plain_reads or self.core.hooks_run_outside
         if previous is None or not live or is_still:
-            return NO_PLACES
-        facts = self.program.facts if self.program is not None else ()
-        return previous.moved | self._varying.learned(facts, call.leaves)
+            return NO_PLACES, None
+        facts = (*previous.facts, *(self.program.facts if self.program is not None else ()))
+        return previous.moved | self._varying.found, functools.partial(self._varying.learned, facts)
 
     def _previous(self, key: Hashable) -> RecordingSummary | None:
         """The summary with which a recording is compared: one of its kind, of any sizes until the step has settled."""

@@ -44,6 +44,7 @@ from functionalize.errors import UncapturableError
 from functionalize.fsdp.objects import fsdp_keepalives
 from functionalize.fsdp.python_state import FSDPStateGuard
 from functionalize.fsdp.releases import why_not_here
+from functionalize.ir.guards import Guard
 from functionalize.ir.inputs import Call, Captured, chain_of
 from functionalize.ir.ops import OpRecord, refs_in, storages_in
 from functionalize.ir.outputs import Constant, MadeAnew, OutputRole, SameAs
@@ -82,6 +83,7 @@ class RecordingSummary:
 
     identities: one value per tensor that no argument, module or optimizer holds, see `StepRecording`.
     outliving: addresses of the storages that the step made and that were alive after it.
+    facts: the guards on Python state and on modules on entry.
     pins: weak references to these storages, which keep their addresses from being reused. has_ops: see `differs`.
     moved: places in Python that this recording, or one before it, has moved. is_live: whether its numbers were live.
     seen: how this recording and those before it have moved places, see Note [What moves alike].
@@ -99,6 +101,7 @@ class RecordingSummary:
     clock: str | None = None
     has_ops: bool = True
     filled: tuple[Filled, ...] = ()
+    facts: tuple[Guard, ...] = ()
 
     def differs(self, identities: list[Any]) -> bool:
         """Whether a later recording read other tensors. Of tensors in variables a run without ops shows no reads."""
@@ -200,6 +203,7 @@ class StepRecording:
             self.recorder.checks.own_clock,
             self.recorder.started,
             tuple(self.exit.filled),
+            (self.entry.python_state, self.entry.modules),
         )
 
     # -- is it the steady state? -----------------------------------------------------------------

@@ -64,6 +64,7 @@ from functionalize.step.vote import Level, RankVote, Rendezvous, must_vote
 from functionalize.util.text import without_numbers
 from functionalize.walk.converted_arrays import tensors_by_array
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
+from functionalize.walk.walker import PythonState
 
 MAX_WARMUPS = 5  # for one reason
 MOST_WARMUPS = 4 * MAX_WARMUPS  # for all reasons
@@ -172,6 +173,7 @@ def record(
     varying: frozenset[Key],
     hooks_run_outside: bool = False,
     live: LivePlaces = NO_PLACES,
+    varies: Callable[[PythonState], LivePlaces] | None = None,
     meets_as: str | None = None,
 ) -> RecordedRun | NotYet | Refused:
     """Inspect all objects that `fn` reaches, then run it for real while `recorder` is active.
@@ -180,11 +182,14 @@ def record(
     do. What the step moves and changes in Python is found, and what tensors it makes from numbers; that it steps an
     optimizer that it reaches is assumed.
     varying: hyperparameters that become live numbers, besides the learning rates. live: places in Python that earlier
-    calls have moved. meets_as: the name of the step, under which ranks that record this call find each other.
+    calls have moved. varies: finds those that code outside has changed, see `EntryState.now`. meets_as: the name of the
+    step, under which ranks that record this call find each other.
     """
     try:
         names = leaf_names(fn, call.spec)
-        entry = EntryState.now(fn, call.leaves, recorder, varying, names, hooks_run_outside, live)
+        entry = EntryState.now(
+            fn, call.leaves, recorder, varying, names, hooks_run_outside, live, varies
+        )
         recorder.early_storages = entry.places.early()
         recorder.calls.read_state = partial(ReadState.now, entry.python_state, call.leaves)
         recorder.arrays = tensors_by_array(call.leaves)
@@ -266,7 +271,10 @@ def judge(
             refusal = f"the step did not settle in {calls} calls: {recording.unsettled(reason)}"
     if refusal is not None:
         return Refused(UncapturableError(refusal))
-    return Steady(recording) if reason is None else WarmUp(recording.summary, reason)
+    if reason is None:
+        return Steady(recording)
+    recording.entry.observed.forget_slots()
+    return WarmUp(recording.summary, reason)
 
 
 def build(verdict: Verdict, make: Callable[[StepRecording], Built]) -> Outcome:

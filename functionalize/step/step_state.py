@@ -136,20 +136,23 @@ class EntryState:
         names: Sequence[str] | None = None,
         hooks_run_outside: bool = False,
         live: LivePlaces = NO_PLACES,
+        varies: Callable[[PythonState], LivePlaces] | None = None,
     ) -> EntryState:
         """Inspect all objects that `fn` reaches.
 
         varying: hyperparameters that become live numbers, besides the learning rates. names: the names of the leaves.
         hooks_run_outside: whether autograd runs hooks of plain parameters, and no program does.
-        live: the places in Python that the step moves. Raises `UnmadeError`.
+        live: the places in Python that the step moves.
+        varies: finds by a walk those that code outside of it has changed. Raises `UnmadeError`.
         """
         call, asks_nodes = Call(leaves, []), not recorder.checks.goes_outside
-        state = with_live_places(
-            live,
-            lambda live: walked(
-                fn, leaves, names, hooks_run_outside, live=live, asks_nodes=asks_nodes
-            ),
-        )
+
+        def walk(live: LivePlaces) -> PythonState:
+            return walked(fn, leaves, names, hooks_run_outside, live=live, asks_nodes=asks_nodes)
+
+        state = with_live_places(live, walk)
+        if varies is not None and (others := varies(state)).values.keys() - live.values.keys():
+            state = with_live_places(live | others, walk)
         roots = state.roots
         if (name := first_unmade(roots, leaves)) is not None:
             raise UnmadeError(name)

@@ -207,7 +207,7 @@ def test_a_number_of_a_module_that_code_outside_has_changed(name: str) -> None:
             holder = next(each for each in model if hasattr(each, name))
             setattr(holder, name, 0.01 * (i + 1))
         assert torch.equal(captured(batch(i)), eager(batch(i)) * eager[0].own)
-    assert name == "eps" or captured.stats.replays == 9, captured.explain()
+    assert name == "eps" or captured.stats.replays >= 9, captured.explain()
 
 
 def test_a_number_that_changes_once_stays_guarded() -> None:
