@@ -1,9 +1,9 @@
 """The sizes at which ranks have compared calls with predictions, in the store of a process group.
 
-    shared = SharedSizes.of(program, digest, proof)    digest: of the op stream for all sizes, equal on ranks that share
+    shared = SharedSizes.of(program, digest, known)    digest: of the op stream for all sizes, equal on ranks that share
     shared.publish((37,))                              on this rank a call of these sizes was as predicted
     shared.publish((37,), is_due=True)                 it was compared because one in so many is
-    shared.teach(proof)                                adds the sizes that other ranks have published
+    shared.teach(known)                                adds the sizes that other ranks have published
 
 Where ranks have lengths of their own, all others wait for a rank that compares. What torch does at a size is the same
 on all ranks that run the same ops on the same kind of machine, so one comparison is enough for all of them. What Python
@@ -28,7 +28,7 @@ _MOST_READ = 256  # of what thousands of ranks have published at once
 
 
 class Known(Protocol):
-    """What one rank knows: `Proof`."""
+    """What one rank knows: `Coverage`."""
 
     compared: list[Sizes]
     elsewhere: list[Sizes]
@@ -46,14 +46,14 @@ class SharedSizes:
         self._read = 0
 
     @staticmethod
-    def of(program: Executable, digest: str, proof: Known) -> SharedSizes:
-        """What the ranks share with which a program communicates. proof: of this rank, which is published."""
+    def of(program: Executable, digest: str, coverage: Known) -> SharedSizes:
+        """What the ranks share with which a program communicates. coverage: of this rank, which is published."""
         nodes = program.graph.nodes
         names = dict.fromkeys(name for node in nodes for name in groups_of(node.target, node.args))
         groups = (group_of_name(name) for name in names)
         stores = (store_of_group(group) for group in groups if group.size() > 1)
         shared = SharedSizes(next(stores, None), f"functionalize/compared/{digest}")
-        for sizes in proof.compared:
+        for sizes in coverage.compared:
             shared.publish(sizes)
         return shared
 
@@ -68,19 +68,19 @@ class SharedSizes:
         with self._failing():
             self._store.set(f"{self._key}/{self._count(1)}", text)
 
-    def teach(self, proof: Known) -> bool:
+    def teach(self, coverage: Known) -> bool:
         """Add what was published since the last call; whether it was new."""
-        known, is_new = {*proof.compared, *proof.elsewhere}, False
+        known, is_new = {*coverage.compared, *coverage.elsewhere}, False
         for text in self._news():
             if text == _LOST:
-                proof.lost = proof.lost or "a call was not as predicted on another rank"
+                coverage.lost = coverage.lost or "a call was not as predicted on another rank"
                 is_new = True
             elif (sizes := _sizes_of(text)) not in known:
                 known.add(sizes)
-                proof.elsewhere.append(sizes)
+                coverage.elsewhere.append(sizes)
                 is_new = True
                 if text.startswith(_DUE):
-                    proof.was_due()
+                    coverage.was_due()
         return is_new
 
     def _news(self) -> list[str]:

@@ -10,7 +10,7 @@ few numbers by chance.
 
 Which sizes a replay takes (`admission.py`):
 
-- Python. Runs were observed, as for the sizes of arguments (`lengths/proofs.py`): what it learned of a computed size
+- Python. Runs were observed, as for the sizes of arguments (`lengths/coverage.py`): what it learned of a computed size
   must hold for that of the replay. A size that Python asks for and that equals another one in that run teaches nothing.
 - torch, by thresholds, by remainders, by 0 and 1. So a computed size lies between compared ones, or beyond them by at
   most an eighth of their range, and leaves a remainder that one has left. Sizes that one line of the step makes count
@@ -18,7 +18,7 @@ Which sizes a replay takes (`admission.py`):
   for arguments: computed ones are others in each call, and each of many must fit. That two sizes are equal by chance
   decides nothing: torch compares sizes of tensors that are broadcast to each other, and there only 1 and equal ones
   are possible.
-- The sizes of arguments are those of `lengths/proofs.py`.
+- The sizes of arguments are those of `lengths/coverage.py`.
 
 Invariant: a class in which a recording was not as predicted, though a replay would have taken its sizes, is not
 replayed again.
@@ -35,9 +35,9 @@ from functionalize.late_sizes.late_guards import first_late, late_guards, late_p
 from functionalize.late_sizes.late_instances import LateInstances
 from functionalize.late_sizes.late_observer import LateObserver
 from functionalize.late_sizes.window_relations import WindowRelations
+from functionalize.lengths.coverage import Coverage
 from functionalize.lengths.instances import programs_at
-from functionalize.lengths.proofs import Proof
-from functionalize.lengths.references import Reference, Templates
+from functionalize.lengths.recorded_calls import RecordedCall, Templates
 from functionalize.lengths.shared_passes import rewritten
 from functionalize.lengths.signature_template import SignatureTemplate
 from functionalize.program.program import Program
@@ -75,11 +75,11 @@ class LateClass:
     every: int
     is_late: Sequence[bool] = ()
     is_observed: bool = False
-    references: list[Reference] = field(default_factory=list)
+    references: list[RecordedCall] = field(default_factory=list)
     templates: Templates | None = None
     instances: LateInstances | None = None
-    proof: Proof | None = None
-    arguments: Proof | None = None
+    coverage: Coverage | None = None
+    arguments: Coverage | None = None
     why: Mismatch | None = None
     lost: str | None = None
     passed: str | None = None
@@ -95,7 +95,7 @@ class LateClass:
     # -- recordings ------------------------------------------------------------------------------
 
     def add(
-        self, reference: Reference, is_late: Sequence[bool], observer: LateObserver | None
+        self, reference: RecordedCall, is_late: Sequence[bool], observer: LateObserver | None
     ) -> None:
         """Add a recording. is_late: see above. observer: of this call, made for the template as it is."""
         self.recorded += 1
@@ -106,14 +106,14 @@ class LateClass:
         if sizes is not None:
             self.agreed += 1
             self._compared(sizes)
-            if observer is not None and self.proof is not None:
-                self.proof.observed(sizes, observer.facts())
+            if observer is not None and self.coverage is not None:
+                self.coverage.observed(sizes, observer.facts())
                 self.is_observed = False
             self.references.append(reference)
             if self.is_known:
                 del self.references[:-1]
                 reference.forget()
-                self._look_at_proof()
+                self._update_coverage()
             return
         if self.templates is not None:
             self.agreed = 0
@@ -129,9 +129,9 @@ class LateClass:
             self.lost = str(self.why)
             self.release()
 
-    def _look_at_proof(self) -> None:
-        if self.proof is not None and self.proof.lost is not None:
-            self.lost = f"it is not known what Python learns of sizes: {self.proof.lost}"
+    def _update_coverage(self) -> None:
+        if self.coverage is not None and self.coverage.lost is not None:
+            self.lost = f"it is not known what Python learns of sizes: {self.coverage.lost}"
 
     def release(self) -> None:
         """Drop what further recordings would be compared with, if there will be none."""
@@ -139,7 +139,7 @@ class LateClass:
         for each in self.references:
             each.forget()
 
-    def _why_not_replayed(self, reference: Reference) -> str | None:
+    def _why_not_replayed(self, reference: RecordedCall) -> str | None:
         """Why a replay of a recorded call would have missed; None: it would not."""
         sizes = self._symbols.sizes_of(reference.shapes)
         if isinstance(sizes, str):
@@ -149,7 +149,7 @@ class LateClass:
         first = next((why for why in refused if why is not None), None)
         return first or self.why_compared(sizes[: self.first]) or self.why_not(sizes)
 
-    def _as_predicted(self, reference: Reference) -> Sizes | None:
+    def _as_predicted(self, reference: RecordedCall) -> Sizes | None:
         """The sizes of a recording, if the template makes its program; None: it does not, or there is none."""
         if self.templates is None:
             return None
@@ -173,10 +173,10 @@ class LateClass:
         inputs = self.references[-1].program.inputs
         on_cpu = all(spec.device.type == "cpu" for spec in inputs)
         formulas = templates.formulas
-        self.proof = Proof.of(self.every, formulas, whole.lengths, on_cpu)
+        self.coverage = Coverage.of(self.every, formulas, whole.lengths, on_cpu)
         own = [f for f in formulas if not f.symbols or max(f.symbols) < self.first]
         lengths = [f for f in whole.lengths if not f.symbols or max(f.symbols) < self.first]
-        self.arguments = Proof.of(self.every, own, lengths, on_cpu)
+        self.arguments = Coverage.of(self.every, own, lengths, on_cpu)
         self._related = WindowRelations(whole)
         self._lengths = [f for f in whole.lengths if _may_be_below_two(f)]
         self._lines, self._ranges = _lines(symbols, self.references[0]), {}
@@ -192,11 +192,11 @@ class LateClass:
         return LateInstances.made(template, templates.sizes[0], first, self)
 
     def _compared(self, sizes: Sizes) -> None:
-        assert self.proof is not None and self.arguments is not None
-        self.proof.was_compared(sizes)
+        assert self.coverage is not None and self.arguments is not None
+        self.coverage.was_compared(sizes)
         self.arguments.compared.append(sizes[: self.first])
         for line, size in zip(self._lines, sizes[self.first :], strict=True):
-            rest = size % self.proof.modulus
+            rest = size % self.coverage.modulus
             found = self._ranges.setdefault(line, _Range(size, size, set()))
             found.low, found.high = min(found.low, size), max(found.high, size)
             found.rests.add(rest)
@@ -224,16 +224,16 @@ class LateClass:
     @property
     def is_ready(self) -> bool:
         """Whether its program is replayed."""
-        if self.lost is not None or self.proof is None or not self.is_known:
+        if self.lost is not None or self.coverage is None or not self.is_known:
             return False
-        return self.proof.has_known_path or not self._symbols.names
+        return self.coverage.has_known_path or not self._symbols.names
 
     def observer(self, shapes: Shapes) -> LateObserver | None:
         """What observes a call that is recorded; None: nothing is to be learned of it. shapes: of its arguments."""
-        if self.templates is None or self.proof is None or self.proof.is_hopeless:
+        if self.templates is None or self.coverage is None or self.coverage.is_hopeless:
             return None
         sizes = self.sizes_of(shapes)
-        is_wanted = self.is_observed or not self.proof.has_known_path
+        is_wanted = self.is_observed or not self.coverage.has_known_path
         if isinstance(sizes, str) or not (self._symbols.names and is_wanted):
             return None
         return LateObserver(self.templates.whole, self._symbols, sizes, self.is_late)
@@ -276,8 +276,8 @@ class LateClass:
 
     def run_passes(self, apply: Callable[[Program], Program]) -> None:
         """Run the passes, once for all sizes: `lengths/shared_passes.py`."""
-        assert self.templates is not None and self.proof is not None
-        templates, compared = self.templates, self.proof.compared
+        assert self.templates is not None and self.coverage is not None
+        templates, compared = self.templates, self.coverage.compared
         found: Any = rewritten(templates.programs[0], templates.whole, compared, apply)
         if isinstance(found, Template):
             found = LateInstances.made(found, compared[0], self.first, self)
@@ -288,38 +288,38 @@ class LateClass:
     # -- replays: `admission.Rules` ----------------------------------------------------------------
 
     def why_refused(self, symbol: int, size: int) -> str | None:
-        assert self.proof is not None
+        assert self.coverage is not None
         if size < 2:
             return "is one that torch treats in its own way"
         found = self._ranges[self._lines[symbol - self.first]]
         margin = (found.high - found.low) // _HARDLY
         if not found.low - margin <= size <= found.high + margin:
             return f"is not between compared ones, {found.low} and {found.high}"
-        rest = size % self.proof.modulus
+        rest = size % self.coverage.modulus
         if rest not in found.rests:
-            return f"leaves {rest} by {self.proof.modulus}, as no compared one does"
+            return f"leaves {rest} by {self.coverage.modulus}, as no compared one does"
         return None
 
     def compared_size(self, symbol: int, arguments: Sizes) -> int:
-        assert self.proof is not None
-        fits = [c for c in self.proof.compared if c[: self.first] == arguments]
-        return min(each[symbol] for each in fits or self.proof.compared)
+        assert self.coverage is not None
+        fits = [c for c in self.coverage.compared if c[: self.first] == arguments]
+        return min(each[symbol] for each in fits or self.coverage.compared)
 
     def why_not(self, sizes: Sizes) -> str | None:
-        proof = self.proof
-        assert proof is not None
-        for formula in proof.divided:
+        coverage = self.coverage
+        assert coverage is not None
+        for formula in coverage.divided:
             rest = formula.rest(sizes)
-            if all(formula.rest(c) != rest for c in proof.compared):
+            if all(formula.rest(c) != rest for c in coverage.compared):
                 return f"no compared size leaves {rest} in {formula}"
         for formula in self._lengths:
             size = formula.value(sizes)
-            if size < 2 and all(formula.value(c) != size for c in proof.compared):
+            if size < 2 and all(formula.value(c) != size for c in coverage.compared):
                 return f"a tensor has the size {size}, which it had in no compared call"
         if self._related is not None and not self._related.hold(sizes):
             return "tensors on one storage relate to each other otherwise than in recorded calls"
-        why = proof.python_differs(sizes) if sizes else None
-        self.is_observed |= why is not None and proof.wants_observer
+        why = coverage.python_differs(sizes) if sizes else None
+        self.is_observed |= why is not None and coverage.wants_observer
         return why
 
 
@@ -329,7 +329,7 @@ def _may_be_below_two(formula: Formula) -> bool:
     return bool(formula.terms) and not (grows and formula.constant >= 0 and not formula.operator)
 
 
-def _lines(symbols: Symbols, reference: Reference) -> list[str]:
+def _lines(symbols: Symbols, reference: RecordedCall) -> list[str]:
     """The line of the step that makes each size that is known late."""
     first, found = first_late(symbols), dict[int, str]()
     guards = late_guards(reference.program)

@@ -21,8 +21,8 @@ from typing import Any
 from functionalize.errors import UncapturableError
 from functionalize.late_sizes.late_class import LateClass
 from functionalize.late_sizes.late_observer import LateObserver
-from functionalize.lengths.proofs import THINNEST
-from functionalize.lengths.references import Reference
+from functionalize.lengths.coverage import THINNEST
+from functionalize.lengths.recorded_calls import RecordedCall
 from functionalize.templates.call_keys import open_key
 from functionalize.templates.template import first_difference
 
@@ -118,7 +118,7 @@ class LateClasses:
     def learn(
         self,
         key: Any,
-        reference: Reference,
+        reference: RecordedCall,
         sources: Sequence[str | None],
         observer: LateObserver | None,
     ) -> None:
@@ -145,7 +145,7 @@ class LateClasses:
             raise UncapturableError(f"{text}, and {why}")
 
 
-def _why_apart(kind: LateKind, latest: Reference) -> str | None:
+def _why_apart(kind: LateKind, latest: RecordedCall) -> str | None:
     """Where recordings of a kind part, if as many with arguments of one size are no one program; None: they may be."""
     shapes = latest.shapes[:-1]
     alike = [each for each in kind.classes if any(r.shapes[:-1] == shapes for r in each.references)]

@@ -26,7 +26,7 @@ from functionalize.late_sizes.late_classes import LateClasses, Turn
 from functionalize.late_sizes.late_guards import late_guards
 from functionalize.late_sizes.late_instances import LateInstance
 from functionalize.late_sizes.late_observer import LateObserver
-from functionalize.lengths.references import Reference
+from functionalize.lengths.recorded_calls import RecordedCall
 from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
 from functionalize.step.cache import CachedProgram
@@ -111,7 +111,7 @@ class LateSizes:
             return built
         key: Any = self._core.key_with_sizes(call.key, cached.program)
         names = recording.entry.roots.arguments
-        found = Reference.of(key, names, call.leaves, cached.program, cached)
+        found = RecordedCall.of(key, names, call.leaves, cached.program, cached)
         assert found is not None
         late = with_late_sizes(key, [guard.value for guard in guards])
         reference = replace(found, key=late, names=[*found.names, LATE])
@@ -171,7 +171,7 @@ class LateSizes:
 
     def _take(self, group: LateClass, sizes: Sizes, call: Invocation) -> bool:
         """Keep a program for arguments of these sizes, if there is one."""
-        rest, program = group.references[-1].rest, group.at(sizes)
+        rest, program = group.references[-1].cached, group.at(sizes)
         if program is None:
             return False
         reason = f"a prediction from {group.recorded} recorded calls that computed other sizes"

@@ -6,8 +6,8 @@
 An audit of a recorded program compares ops, results and gradients: the program was recorded at these very sizes, so
 its guards are those of this path through the code. Of a predicted program this is not known, so compared are, too:
 numbers that the code learned, calls that a replay makes again, FSDP2's state, and what every audit compares. Where
-Python is known to take a compared path (`proofs.py`), as for a program that is replayed at once, its state is not read:
-that takes a third of the time of a comparison.
+Python is known to take a compared path (`coverage.py`), as for a program that is replayed at once, its state is not
+read: that takes a third of the time of a comparison.
 Invariant: it reads, and changes nothing.
 """
 

@@ -1,6 +1,6 @@
 """One class: recorded calls of a step that differ in sizes only, and the programs that are predicted for others.
 
-    group.add(Reference(...))                  a recorded call
+    group.add(RecordedCall(...))                  a recorded call
     prediction = group.predicted(shapes)       a `Prediction`, or None
 
 Recordings are one class if their programs and op streams differ in integers only, and the windows of each storage
@@ -15,7 +15,7 @@ the two recordings, the template is dropped, and a third recording determines an
 three recordings, and of four where functions of the program are in no op and first calls compare no results.
 
 Invariant: a prediction is never replayed before its first call has run for real, and was found equal to it; see
-`first_call.py`, or `proofs.py` says why it would be.
+`first_call.py`, or `coverage.py` says why it would be.
 Refusals: what `Template.of` and `SignatureTemplate.of` refuse.
 """
 
@@ -29,11 +29,11 @@ from typing import Any
 from functionalize.audit.results import is_comparable
 from functionalize.audit.shared_sizes import SharedSizes
 from functionalize.audit.signature import Signature
+from functionalize.lengths.coverage import EVERY, Coverage, varying_below_two
 from functionalize.lengths.data_sizes import early_guards
 from functionalize.lengths.instances import Instances, programs_at
 from functionalize.lengths.observed_sizes import ObservedSizes
-from functionalize.lengths.proofs import EVERY, Proof, varying_below_two
-from functionalize.lengths.references import Reference, Templates
+from functionalize.lengths.recorded_calls import RecordedCall, Templates
 from functionalize.lengths.shared_passes import needs_no_copies, rewritten
 from functionalize.lengths.signature_template import SignatureTemplate
 from functionalize.program.early_guard import EarlyGuard
@@ -66,25 +66,27 @@ class Prediction:
     @property
     def is_due(self) -> bool:
         """Whether it is compared because one in so many new sizes is."""
-        proof = self.group.proof
-        return proof is not None and self.why == proof.due
+        coverage = self.group.coverage
+        return coverage is not None and self.why == coverage.due
 
     def found_wrong(self, difference: str) -> None:
         """The first call was not as predicted."""
         if self.group.is_early:
             self.group.begin_again()
             return
-        was_known = self.group.proof is not None and (self.why is None or self.is_due)
+        was_known = self.group.coverage is not None and (self.why is None or self.is_due)
         self.group.failed(difference, self.shapes, was_known)
 
     def found_right(self, observer: ObservedSizes | None, was_watched: bool) -> bool:
         """The first call was as predicted; whether its program may be replayed. observer: of this call.
 
-        was_watched: see `Proof.wants_watch`.
+        was_watched: see `Coverage.wants_watch`.
         """
-        proof = self.group.proof
-        assert proof is not None
-        if observer is not None and not proof.observed(self.sizes, observer.facts(), was_watched):
+        coverage = self.group.coverage
+        assert coverage is not None
+        if observer is not None and not coverage.observed(
+            self.sizes, observer.facts(), was_watched
+        ):
             return False
         self.group.compared(self.shapes, self.why)
         del self.group.references[:-1]
@@ -93,9 +95,9 @@ class Prediction:
     def observer(self) -> ObservedSizes | None:
         """What observes the first call; None: nothing does."""
         group = self.group
-        if group.proof is None or group.signatures is None:
+        if group.coverage is None or group.signatures is None:
             return None
-        if not group.proof.wants_run(self.sizes):
+        if not group.coverage.wants_run(self.sizes):
             return None
         return ObservedSizes(group.signatures.known_at(self.sizes))
 
@@ -120,7 +122,7 @@ class LengthClass:
 
     templates: of its programs, and of those of backwards; empty: there are none yet. instances, passed: the programs of
     each before the passes and after, empty until they are used. signatures: of the op streams, forwards: of forwards
-    alone. differing: shapes of predictions that were wrong. proof: there is a template.
+    alone. differing: shapes of predictions that were wrong. coverage: there is a template.
     fewest: of how many recordings a template is made. is_lean: see `needs_no_copies`. compares_results: whether first
     calls do.
     apart: why passes run for each size. replays: of programs without passes. issued: the fingerprints of the
@@ -129,7 +131,7 @@ class LengthClass:
     """
 
     tokens: int
-    references: list[Reference] = field(default_factory=list)
+    references: list[RecordedCall] = field(default_factory=list)
     known: list[Shapes] = field(default_factory=list)
     templates: list[Template] = field(default_factory=list)
     signatures: SignatureTemplate | None = None
@@ -138,7 +140,7 @@ class LengthClass:
     failures: int = 0
     differing: list[Shapes] = field(default_factory=list)
     every: int = EVERY
-    proof: Proof | None = None
+    coverage: Coverage | None = None
     is_lean: bool = True
     compares_results: bool = True
     instances: list[Instances] = field(default_factory=list)
@@ -155,9 +157,9 @@ class LengthClass:
     def sharing(self) -> SharedSizes:
         """What ranks share of their comparisons; there is a template."""
         if self.shared is None:
-            assert self.signatures is not None and self.proof is not None
+            assert self.signatures is not None and self.coverage is not None
             digest = self.digest or self.signatures.digest()
-            self.shared = SharedSizes.of(self.templates[0].reference, digest, self.proof)
+            self.shared = SharedSizes.of(self.templates[0].reference, digest, self.coverage)
         return self.shared
 
     @property
@@ -165,7 +167,7 @@ class LengthClass:
         """Of the program, or of the forward; None: there is none yet."""
         return self.templates[0] if self.templates else None
 
-    def add(self, reference: Reference) -> bool:
+    def add(self, reference: RecordedCall) -> bool:
         """Add a recording, unless the template makes another program at its sizes; whether it was added."""
         self.recorded += 1
         if self.is_early and self._is_other(reference):
@@ -189,7 +191,7 @@ class LengthClass:
                 each.forget()
         return True
 
-    def _is_other(self, reference: Reference) -> bool:
+    def _is_other(self, reference: RecordedCall) -> bool:
         """Whether the template makes another program, of equal tokens, at the sizes of a recording."""
         sizes = self.sizes_of(reference.shapes)
         if isinstance(sizes, str):
@@ -201,15 +203,15 @@ class LengthClass:
         """A call with these shapes was recorded, or was as predicted. why: it was compared."""
         self.known.append(shapes)
         sizes = self.sizes_of(shapes)
-        if self.proof is not None and not isinstance(sizes, str):
-            self.proof.was_compared(sizes, why)
+        if self.coverage is not None and not isinstance(sizes, str):
+            self.coverage.was_compared(sizes, why)
 
     def failed(self, why: str, shapes: Shapes, was_known: bool) -> None:
         """A call with these shapes was not as predicted. was_known: whether no rule said that it might not be."""
         self.failures += 1
         self.differing.append(shapes)
-        if self.proof is not None and was_known:
-            self.proof.lost = f"a call was not as predicted, {why}"
+        if self.coverage is not None and was_known:
+            self.coverage.lost = f"a call was not as predicted, {why}"
 
     def _make(self) -> Mismatch | None:
         templates = Templates.of(self.references, self.fewest)
@@ -217,10 +219,10 @@ class LengthClass:
             return templates
         sizes, signatures = templates.sizes, templates.whole
         on_cpu = all(spec.device.type == "cpu" for spec in templates.programs[0].reference.inputs)
-        proof = Proof.of(self.every, templates.formulas, signatures.lengths, on_cpu)
+        coverage = Coverage.of(self.every, templates.formulas, signatures.lengths, on_cpu)
         for own in sizes:
-            proof.was_compared(own)
-        self.takes(templates.programs, signatures, proof)
+            coverage.was_compared(own)
+        self.takes(templates.programs, signatures, coverage)
         self.digest = signatures.digest(self.references[0].forms.rows)
         programs = zip(*(each.programs for each in self.references), strict=True)
         self.instances = [Instances.of(t, sizes, next(programs)) for t in self.templates]
@@ -239,21 +241,28 @@ class LengthClass:
     def begin_again(self) -> None:
         """The template, which nothing has confirmed, is wrong: further recordings determine another one."""
         self.fewest, self.templates, self.instances = FEWEST, [], []
-        self.signatures = self.forwards = self.proof = self.shared = None
+        self.signatures = self.forwards = self.coverage = self.shared = None
         self.digest = ""
 
-    def takes(self, templates: list[Template], signatures: SignatureTemplate, proof: Proof) -> None:
+    def takes(
+        self, templates: list[Template], signatures: SignatureTemplate, coverage: Coverage
+    ) -> None:
         """From now on it has a template."""
-        self.templates, self.signatures, self.proof = templates, signatures, proof
+        self.templates, self.signatures, self.coverage = templates, signatures, coverage
         self.is_lean = all(needs_no_copies(each.reference) for each in templates)
         # The first call of a prediction compares results only where its graph can run beside the step.
         self.compares_results = is_comparable(templates[0].reference)
 
     def makes_again(self, cached: Any) -> bool:
         """Whether a `CachedProgram` of this class need not be kept: its like is replayed at its next call."""
-        if self.proof is None or self.proof.is_hopeless or self.apart is not None or self.is_early:
+        if (
+            self.coverage is None
+            or self.coverage.is_hopeless
+            or self.apart is not None
+            or self.is_early
+        ):
             return False
-        return cached is not self.references[-1].rest
+        return cached is not self.references[-1].cached
 
     @property
     def wants(self) -> bool:
@@ -271,10 +280,10 @@ class LengthClass:
         others: the shapes of calls that are in other classes.
         """
         sizes = self.sizes_of(shapes)
-        if self.template is None or isinstance(sizes, str) or self.proof is None:
+        if self.template is None or isinstance(sizes, str) or self.coverage is None:
             return str(sizes)
         values_in = self.template.symbols.values_in
-        return self.proof.why_compared(sizes, list(map(values_in, others)))
+        return self.coverage.why_compared(sizes, list(map(values_in, others)))
 
     def predicted(self, shapes: Shapes, is_passed: bool = False) -> Prediction | None:
         """What is expected of a call with these shapes. is_passed: by the program after the passes, if there is one."""
@@ -296,7 +305,7 @@ class LengthClass:
         stream = None if self.forwards is None else self.forwards.at(sizes)
         if isinstance(stream, str):
             return None
-        return Prediction(self, shapes, sizes, programs, op_stream, stream, latest.rest, has_passed)
+        return Prediction(self, shapes, sizes, programs, op_stream, stream, latest.cached, has_passed)
 
     def early_guards(self, shapes: Shapes) -> tuple[list[EarlyGuard], bool]:
         """The guards on numbers of the arguments, and whether they are those for these shapes, not of a recording."""
@@ -316,8 +325,8 @@ class LengthClass:
         """Run the passes for all sizes, once."""
         if self.passed or self.apart is not None:
             return
-        assert self.signatures is not None and self.proof is not None
-        known = self.proof.compared
+        assert self.signatures is not None and self.coverage is not None
+        known = self.coverage.compared
         found = [rewritten(each, self.signatures, known, apply) for each in self.templates]
         self.apart = next((each for each in found if isinstance(each, str)), None)
         if self.apart is None:

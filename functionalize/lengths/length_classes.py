@@ -1,6 +1,6 @@
 """The classes of a step: recorded calls that differ in sizes only, by the kind of their calls.
 
-    classes.learn(key, Reference(...))         the class of a recorded call; key: in the cache
+    classes.learn(key, RecordedCall(...))         the class of a recorded call; key: in the cache
     classes.candidates(key, leaves)            the classes that another call may be in
     classes.why_compared(key, candidates)      why its first call runs for real; None: it is replayed
 
@@ -15,10 +15,10 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import compress
 from typing import Any
 
+from functionalize.lengths.coverage import EVERY
 from functionalize.lengths.data_sizes import agreeing
 from functionalize.lengths.length_class import MOST, LengthClass
-from functionalize.lengths.proofs import EVERY
-from functionalize.lengths.references import RecordedKinds, Reference
+from functionalize.lengths.recorded_calls import RecordedCall, RecordedKinds
 from functionalize.templates.call_keys import open_key, shapes_of
 from functionalize.templates.template import EARLY, FEWEST
 
@@ -40,7 +40,7 @@ class LengthClasses:
     def __iter__(self) -> Iterator[LengthClass]:
         return (each for several in self._classes.values() for each in several)
 
-    def learn(self, key: Any, reference: Reference) -> LengthClass | None:
+    def learn(self, key: Any, reference: RecordedCall) -> LengthClass | None:
         """The class of a recorded call, if it is in one. key: in the cache."""
         if any(0 in shape for shape in reference.shapes) or not reference.shapes:
             return None
@@ -58,8 +58,8 @@ class LengthClasses:
     def restore(self, groups: Iterable[LengthClass]) -> None:
         """Add classes with templates, from a file, unless there are such."""
         for group in groups:
-            assert group.proof is not None
-            group.every = group.proof.every = group.proof.gap = self._every
+            assert group.coverage is not None
+            group.every = group.coverage.every = group.coverage.gap = self._every
             self.recorded.compare(key := group.references[-1].key)
             classes = self._classes.setdefault(open_key(key), [])
             alike = [each for each in classes if each.tokens == group.tokens]
@@ -99,8 +99,8 @@ class LengthClasses:
         """Whether the first candidate has a template."""
         if not found or found[0].template is None:
             return False
-        proof = found[0].proof
-        is_known = proof is not None and not proof.is_hopeless
+        coverage = found[0].coverage
+        is_known = coverage is not None and not coverage.is_hopeless
         most = _MOST_FAILURES_OF_KNOWN if is_known else _MOST_FAILURES
         return sum(each.failures for each in found) < most
 

@@ -13,7 +13,7 @@ left in Python objects are plain when it ends, as for any run.
 
 A size is a live number (`scalars/live_scalars.py`) on the leaf `Size`, if one function of the sizes of arguments alone
 has its value in this call (`signature_template.py` has the functions of all sizes in the step). Functions of torch get
-plain integers, without a fact: what torch decides by a size is no business of this file, see `proofs.py`. An integer
+plain integers, without a fact: what torch decides by a size is no business of this file, see `coverage.py`. An integer
 that the step has computed (`x.shape[1] // 4 * 4`) and passes to one is a use, which `SizeFacts` keeps.
 Invariant: every plain value that Python derives from a size that varies is a fact or a use, or the run is `lost`.
 Not live are the sizes that torch's own code asks for outside of `torch.nn`: it belongs to torch.

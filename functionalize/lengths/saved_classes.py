@@ -18,9 +18,9 @@ from dataclasses import replace
 from typing import Any
 
 from functionalize.errors import LoadError
+from functionalize.lengths.coverage import Coverage, KnownPath
 from functionalize.lengths.length_class import LengthClass
-from functionalize.lengths.proofs import KnownPath, Proof
-from functionalize.lengths.references import Reference
+from functionalize.lengths.recorded_calls import RecordedCall
 from functionalize.lengths.signature_template import SignatureTemplate
 from functionalize.lengths.size_facts import ComputedSize, SizeFacts
 from functionalize.program.field_types import checked, fields_checked
@@ -50,7 +50,7 @@ def _computed(function: Any, args: Any) -> ComputedSize:
 
 
 FORMS: tuple[Form, ...] = (
-    *map(plain_form, (KnownPath, Proof, SignatureTemplate, SizeFacts, Symbols)),
+    *map(plain_form, (KnownPath, Coverage, SignatureTemplate, SizeFacts, Symbols)),
     Form(Formula, plain_form(Formula).save, _formula),
     Form(ComputedSize, plain_form(ComputedSize).save, _computed),
 )
@@ -65,7 +65,7 @@ def write_class(writer: Writer, group: LengthClass, label: str) -> Json:
         "template": _write_template(writer, group.template, label),
         "passed": passed and _write_template(writer, passed, f"{label} after passes"),
         "signatures": value(group.signatures, "the op streams"),
-        "proof": value(group.proof, "what decides by sizes"),
+        "coverage": value(group.coverage, "what decides by sizes"),
         "shapes": [value(list(each)) for each in (group.known, group.differing)],
         "names": value(list(latest.names)),
         "counts": [value(getattr(group, name)) for name in _COUNTS],
@@ -88,12 +88,12 @@ def read_class(reader: Reader[Program], code: Json, key: Hashable, cached: Any) 
     """The class that was written as `code`. key, cached: the program of its last recording."""
     value = reader.decoder.value
     template, signatures = _read_template(reader, code["template"]), value(code["signatures"])
-    proof = value(code["proof"])
+    coverage = value(code["coverage"])
     counts = dict(zip(_COUNTS, map(value, code["counts"]), strict=True))
-    if not isinstance(signatures, SignatureTemplate) or not isinstance(proof, Proof):
+    if not isinstance(signatures, SignatureTemplate) or not isinstance(coverage, Coverage):
         raise LoadError("holds sizes of calls without what decides by them: damaged")
     program = replace(template.reference, facts=cached.program.facts)
-    reference = Reference(key, value(code["names"]), program, signatures.reference, cached)
+    reference = RecordedCall(key, value(code["names"]), program, signatures.reference, cached)
     known, differing = map(value, code["shapes"])
     fields_checked(LengthClass, {"known": known, "differing": differing})
     group = LengthClass(
@@ -104,7 +104,7 @@ def read_class(reader: Reader[Program], code: Json, key: Hashable, cached: Any) 
         **fields_checked(LengthClass, counts),
     )
     reference.forget()
-    group.takes([template], signatures, proof)
+    group.takes([template], signatures, coverage)
     if code["passed"] is not None:
         group.takes_passed([_read_template(reader, code["passed"])])
     return group

@@ -1,6 +1,6 @@
 """The signatures of several recordings as one, whose sizes are functions of the sizes of arguments.
 
-    template = SignatureTemplate.of([Forms(signature), ...], sizes)     or a `Mismatch`: at which op they part
+    template = SignatureTemplate.of([SignatureTokens(signature), ...], sizes)     or a `Mismatch`: at which op they part
     template.at((37,))                                     the op stream that is expected for 37 tokens, or text
 
 Invariant: `at` for sizes of which one was recorded equals it. For others it returns text, and no signature, where the
@@ -33,7 +33,7 @@ from functionalize.templates.template import Mismatch, Unfitted, fitted
 Leaf = int | Geometry
 
 
-class Forms:
+class SignatureTokens:
     """One signature as tokens and leaves. ends: for each row, how many leaves there are up to it.
 
     windows: for each storage, by its number in the order of first uses, the indices of the leaves on it.
@@ -137,7 +137,7 @@ def _places(signature: Signature) -> Any:
 class SignatureTemplate:
     """reference: the first signature. columns: for each of its leaves, the number of its function.
 
-    functions: a formula, or a geometry with one for each of its integers. ends: see `Forms`.
+    functions: a formula, or a geometry with one for each of its integers. ends: see `SignatureTokens`.
     storages: the leaves on each storage with windows that vary. related: their relations in all recordings.
     symbols: how many there are.
     """
@@ -151,7 +151,9 @@ class SignatureTemplate:
     symbols: int
 
     @staticmethod
-    def of(forms: Sequence[Forms], sizes: Sequence[Sizes]) -> SignatureTemplate | Mismatch:
+    def of(
+        forms: Sequence[SignatureTokens], sizes: Sequence[Sizes]
+    ) -> SignatureTemplate | Mismatch:
         """The template of the signatures of one step, at different sizes. forms: of these."""
         first = forms[0]
         for number, other in enumerate(forms[1:], 1):
@@ -203,7 +205,7 @@ class SignatureTemplate:
             return "tensors on one storage relate to each other otherwise than in the recordings"
         return partial(self._filled, values)
 
-    def predicts(self, forms: Forms, sizes: Sizes) -> bool:
+    def predicts(self, forms: SignatureTokens, sizes: Sizes) -> bool:
         """Whether a signature of equal tokens is the one for these sizes."""
         values = self._values(sizes)
         return [values[number] for number in self.columns] == forms.leaves
@@ -243,7 +245,7 @@ class SignatureTemplate:
     def digest(self, rows: Sequence[Any] = ()) -> str:
         """Equal in processes whose torch runs the same ops on tensors of the same sizes, on the same kind of processor.
 
-        Numbers that do not vary are left out, as are such offsets: they may be a rank. rows: of one of its `Forms`.
+        Numbers that do not vary are left out, as are such offsets: they may be a rank. rows: those of one recording.
         """
         texts = [_text_of(function) for function in self.functions]
         machine = (
@@ -251,7 +253,7 @@ class SignatureTemplate:
             torch.backends.cpu.get_cpu_capability(),
             torch.get_num_threads(),
         )
-        rows = rows or Forms(self.reference).rows
+        rows = rows or SignatureTokens(self.reference).rows
         whole = repr((machine, rows, [texts[number] for number in self.columns]))
         return hashlib.sha256(whole.encode()).hexdigest()
 
@@ -378,7 +380,7 @@ def _row_maker(row: Row, numbers: Iterator[int | None]) -> Maker | None:
     None for those that do not vary.
     """
     resized = [_resize_maker(storage, next(numbers)) for storage, _ in row.resized]
-    makers = {"resized": joined(row.resized, resized, tuple)}  # in the order of `Forms`
+    makers = {"resized": joined(row.resized, resized, tuple)}  # in the order of `SignatureTokens`
     makers |= {
         name: leaf_maker(getattr(row, name), numbers) for name in ("args", "kwargs", "outputs")
     }

@@ -2,7 +2,7 @@
 
     facts.difference((37,))        None: at s0 = 37 Python would learn the same, and so do the same
     facts.difference((600,))       "`s0 > 512` is True, was False"
-    facts.uses_like(other, ...)    see `proofs.py`
+    facts.uses_like(other, ...)    see `coverage.py`
 
 Invariant: two runs with equal `SizeFacts` have learned the same of sizes, in the same order.
 """

@@ -16,7 +16,7 @@ Python calls it at every call of a function, and up to 3.12 it copies the variab
 a frame keeps old values until its next call, and the dict of `locals()` changes. So only the first recording of each
 kind of call is watched, and of these none that is kept with the lifetimes of its storages; a call of `locals` ends the
 watch. Of calls that are compared with predicted programs those are whose way through Python no watched call took
-(`Proof.wants_watch`). At the first Python function of an op's dispatch the profile function switches itself off, and
+(`Coverage.wants_watch`). At the first Python function of an op's dispatch the profile function switches itself off, and
 the recorder switches it on after the op: of 24 events per op of a transformer 8 remain. A watched recording is a
 twelfth slower, and nearly all of that is the two switches, each of which raises an audit event. So does a look at the
 code of a frame, but not one at its globals, which are compared first.

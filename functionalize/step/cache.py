@@ -65,7 +65,7 @@ class CachedProgram:
     has_missed: whether a call missed it.
     dropped: the slots that a replay empties first, see `state/dropped_gradients.py`.
     prediction: set until the program, which was not recorded, was found equal to a call: see `lengths/first_call.py`.
-    is_unseen: whether it is replayed, and was neither recorded nor compared: see `lengths/proofs.py`.
+    is_unseen: whether it is replayed, and was neither recorded nor compared: see `lengths/coverage.py`.
     group: the calls that differ in sizes only.
     recorded: the program before its passes, if no passes were asked for: see `CaptureOptions.keeps_recorded`.
     followed_by: the program with its key that was replayed after it, the last time.

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from functionalize.audit.schedule import AuditOption, AuditSchedule
 from functionalize.errors import UnknownValueError
+from functionalize.lengths.coverage import EVERY
 from functionalize.lengths.length_classes import LengthClasses
-from functionalize.lengths.proofs import EVERY
 from functionalize.program.collective_order import fingerprints, groups_of
 from functionalize.program.program import Program
 from functionalize.run import runner

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from functionalize.errors import FunctionalizeError, UncapturableError
-from functionalize.lengths.references import Reference
+from functionalize.lengths.recorded_calls import RecordedCall
 from functionalize.step.cache import CachedProgram
 from functionalize.step.recording import RecordingSummary, StepRecording
 from functionalize.step.stats import ProgramCounts
@@ -154,7 +154,7 @@ class Built:
     cached: CachedProgram
     summary: RecordingSummary
     counts: ProgramCounts
-    reference: Reference | None = None
+    reference: RecordedCall | None = None
     is_replayed: bool = True
     level: ClassVar[Level] = Level.KEPT
 

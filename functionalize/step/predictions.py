@@ -5,7 +5,7 @@
     predictions.learn(key, ...)        the class of a recorded call, from which programs are predicted
 
 A step has none with `dynamic=False`, `memory=True` or `compile=`.
-Invariant: a predicted program is replayed only if its first call was as predicted, or `lengths/proofs.py` says why it
+Invariant: a predicted program is replayed only if its first call was as predicted, or `lengths/coverage.py` says why it
 would be.
 """
 
@@ -18,11 +18,11 @@ from typing import Any
 
 from functionalize.audit.audited_call import AuditedCall
 from functionalize.audit.verdict import AuditVerdict
+from functionalize.lengths.coverage import EQUAL, NEAR
 from functionalize.lengths.first_call import FirstCall
 from functionalize.lengths.length_class import LengthClass, Prediction
 from functionalize.lengths.length_classes import LengthClasses
-from functionalize.lengths.proofs import EQUAL, NEAR
-from functionalize.lengths.references import Reference
+from functionalize.lengths.recorded_calls import RecordedCall
 from functionalize.program.program import Program
 from functionalize.step.audits import Audits
 from functionalize.step.cache import CachedProgram
@@ -95,18 +95,18 @@ class Predictions:
             return self.is_rare(call)
         if call.key in self._wrong:
             return False
-        shapes, proof, may_be_known = shapes_of(call.key), classes[0].proof, False
+        shapes, coverage, may_be_known = shapes_of(call.key), classes[0].coverage, False
         why: str | None = "all first calls are compared"
-        if proof is not None and not proof.is_hopeless:
+        if coverage is not None and not coverage.is_hopeless:
             why, may_be_known = lengths.why_compared(call.key, classes), True
             if why is not None and self._learns_of_others(classes[0], call, why):
                 why = lengths.why_compared(call.key, classes)
         if why is not None:
             if not may_be_known:
                 is_rare = self.is_rare(call)
-            elif why == NEAR and proof is not None and self._may_compare():
+            elif why == NEAR and coverage is not None and self._may_compare():
                 sizes = classes[0].sizes_of(shapes)
-                is_rare = isinstance(sizes, str) or not proof.has_come_near(sizes)
+                is_rare = isinstance(sizes, str) or not coverage.has_come_near(sizes)
             else:
                 seldom = _EQUAL_CALLS if why == EQUAL else 1
                 enough = seldom if self._may_compare() else _REPLAYS
@@ -152,11 +152,11 @@ class Predictions:
 
     def _learns_of_others(self, group: LengthClass, call: Invocation, why: str) -> bool:
         """Whether other ranks have compared sizes that this one has not, where that is of use for these."""
-        sizes, proof = group.sizes_of(shapes_of(call.key)), group.proof
-        if proof is None or isinstance(sizes, str) or why == EQUAL:
+        sizes, coverage = group.sizes_of(shapes_of(call.key)), group.coverage
+        if coverage is None or isinstance(sizes, str) or why == EQUAL:
             return False
-        is_shared = why == proof.due or proof.knows_python(sizes, why)
-        return is_shared and group.sharing.teach(proof)
+        is_shared = why == coverage.due or coverage.knows_python(sizes, why)
+        return is_shared and group.sharing.teach(coverage)
 
     def _may_compare(self) -> bool:
         """Whether the time of another comparison has been saved by replays."""
@@ -168,14 +168,14 @@ class Predictions:
 
     def reference(
         self, call: Invocation, names: Sequence[str], recorded: Program, cached: CachedProgram
-    ) -> Reference | None:
+    ) -> RecordedCall | None:
         """What programs for other sizes are made from. names: of the arguments. recorded: before the passes."""
         if not self.compares(call.key):
             return None
         key = self._core.key_with_sizes(call.key, recorded)
-        return Reference.of(key, names, call.leaves, recorded, cached)
+        return RecordedCall.of(key, names, call.leaves, recorded, cached)
 
-    def learn(self, key: Hashable, reference: Reference, call: Invocation) -> LengthClass | None:
+    def learn(self, key: Hashable, reference: RecordedCall, call: Invocation) -> LengthClass | None:
         """The class of a recorded call that is kept. key: of its program."""
         lengths = self.lengths
         if not lengths.candidates(
@@ -197,8 +197,8 @@ class Predictions:
         """
         core, signature, prediction = self._core, cached.signature, cached.prediction
         assert signature is not None and prediction is not None
-        sizes, proof = prediction.sizes, prediction.group.proof
-        is_known = proof is not None and proof.knows_python(sizes, prediction.why)
+        sizes, coverage = prediction.sizes, prediction.group.coverage
+        is_known = coverage is not None and coverage.knows_python(sizes, prediction.why)
         core.cache.drop(cached)
         core.stats.audits += 1
         core.policy.ledger.pay(COMPARISON)
@@ -209,7 +209,7 @@ class Predictions:
             self.mispredicted(prediction, call.key, f"its state cannot be read: {error}")
         else:
             audited.also = FirstCall(before, cached, signature).difference
-            audited.watches = proof is None or proof.wants_watch(sizes)
+            audited.watches = coverage is None or coverage.wants_watch(sizes)
             audited.observer = prediction.observer()
             result = audited.run(core.fn, call.args, call.kwargs, call.spec)
             self._judge(audited, cached, call)
@@ -242,8 +242,8 @@ class Predictions:
         stats = self._core.stats
         stats.mispredictions += not prediction.group.is_early
         prediction.found_wrong(why)
-        proof = prediction.group.proof
-        if proof is not None and proof.lost is not None:
+        coverage = prediction.group.coverage
+        if coverage is not None and coverage.lost is not None:
             prediction.group.sharing.publish(None)
         self._wrong.add(key)
         text = f"a call of {self._core.name} is not as predicted from calls of other sizes: {why}"

@@ -91,7 +91,7 @@ class SavedStep:
             and not (cached.group is not None and cached.group.makes_again(cached))
         ]
         kept = {id(cached) for _, cached in programs}
-        evicted = [(each.key, each.rest) for each in latest if id(each.rest) not in kept]
+        evicted = [(each.key, each.cached) for each in latest if id(each.cached) not in kept]
         return SavedStep([*evicted, *programs], hyperparameters, vote, classes)
 
 
@@ -199,7 +199,7 @@ def _write_classes(
 ) -> Iterator[Json]:
     """Each class whose last program was written. written: by the id of a program, its place."""
     for number, group in enumerate(saved.classes, 1):
-        latest = written.get(id(group.references[-1].rest))
+        latest = written.get(id(group.references[-1].cached))
         if latest is None:
             continue
         encoder = Encoder([*_forms(names, fn, writer.group), *FORMS_OF_CLASSES], names.of)

@@ -26,7 +26,7 @@ from functionalize.fsdp.python_state import FSDPStateGuard
 from functionalize.ir.guards import Guard
 from functionalize.ir.inputs import Call
 from functionalize.lengths.length_class import LengthClass, Prediction
-from functionalize.lengths.references import Reference, difference
+from functionalize.lengths.recorded_calls import RecordedCall, difference
 from functionalize.state.mode_guard import ModeGuard
 from functionalize.state.step_guards import ModuleGuard, SlotGuard
 from functionalize.step.predictions import Predictions
@@ -101,14 +101,14 @@ class ForwardPredictions(Predictions):
         pair: Pair,
         cached: ForwardProgram,
         whole: Signature,
-    ) -> Reference | None:
+    ) -> RecordedCall | None:
         """What programs for other sizes are made from. names: of the arguments. whole: the op stream of both."""
         if not self.compares(call.key):
             return None
         key, backward = self._core.key_with_sizes(call.key, pair.forward), (pair.backward, whole)
-        return Reference.of(key, names, call.leaves, pair.forward, cached, backward)
+        return RecordedCall.of(key, names, call.leaves, pair.forward, cached, backward)
 
-    def learn(self, key: Hashable, reference: Reference, call: Invocation) -> LengthClass | None:
+    def learn(self, key: Hashable, reference: RecordedCall, call: Invocation) -> LengthClass | None:
         """The class of a recorded call that is kept; one that was to be compared is judged."""
         self._states.learn(
             reference.key[-1 - has_made_sizes(reference.key)], reference.program.facts
@@ -124,7 +124,7 @@ class ForwardPredictions(Predictions):
         observer: Any = call.observer
         expected.found_right(observer, was_watched=True)
         expected.group.references[:] = [reference]  # with guards on the state as it is now
-        reference.rest.found = 1  # it has been of use
+        reference.cached.found = 1  # it has been of use
         stats.predictions += 1
         stats.captures -= 1  # what is counted next is a comparison
         return expected.group

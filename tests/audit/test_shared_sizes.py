@@ -7,17 +7,17 @@ from typing import Any
 import torch.distributed as dist
 
 from functionalize.audit.shared_sizes import SharedSizes
-from functionalize.lengths.proofs import Proof
+from functionalize.lengths.coverage import Coverage
 
 
-def proof(*compared: int) -> Proof:
-    return Proof(8, frozenset(), frozenset(), 2, [(each,) for each in compared], 8)
+def coverage(*compared: int) -> Coverage:
+    return Coverage(8, frozenset(), frozenset(), 2, [(each,) for each in compared], 8)
 
 
 def test_each_rank_learns_once_what_another_one_has_compared() -> None:
     store = dist.HashStore()
     one, other = SharedSizes(store, "step"), SharedSizes(store, "step")
-    own = proof(3)
+    own = coverage(3)
     one.publish((3,))
     one.publish((5,))
     assert other.teach(own) and own.elsewhere == [(5,)]
@@ -28,21 +28,21 @@ def test_each_rank_learns_once_what_another_one_has_compared() -> None:
 
 
 def test_steps_with_other_ops_share_nothing() -> None:
-    store, own = dist.HashStore(), proof()
+    store, own = dist.HashStore(), coverage()
     SharedSizes(store, "step").publish((5,))
     assert not SharedSizes(store, "another step").teach(own)
     assert own.elsewhere == []
 
 
-def test_a_call_that_was_not_as_predicted_ends_the_proof_of_all() -> None:
-    store, own = dist.HashStore(), proof(3)
+def test_a_call_that_was_not_as_predicted_ends_the_coverage_of_all() -> None:
+    store, own = dist.HashStore(), coverage(3)
     SharedSizes(store, "step").publish(None)
     assert SharedSizes(store, "step").teach(own)
     assert own.lost == "a call was not as predicted on another rank" and own.is_hopeless
 
 
 def test_of_very_many_sizes_the_last_ones_are_read() -> None:
-    store, own = dist.HashStore(), proof()
+    store, own = dist.HashStore(), coverage()
     one = SharedSizes(store, "step")
     for size in range(300):
         one.publish((size,))
@@ -61,6 +61,6 @@ class Gone:
 
 
 def test_a_store_that_fails_shares_nothing() -> None:
-    shared, own = SharedSizes(Gone(), "step"), proof(3)
+    shared, own = SharedSizes(Gone(), "step"), coverage(3)
     shared.publish((5,))
     assert not shared.teach(own) and own.elsewhere == []

@@ -364,7 +364,7 @@ def test_predicted_programs_that_were_right_are_saved_with_their_template(tmp_pa
     assert len(step.programs) == count == 8
     (loaded,) = step.predictions.lengths
     assert loaded.tokens == group.tokens  # later recordings are of this class
-    assert (loaded.recorded, loaded.every, loaded.proof) == (2, 1, group.proof)
+    assert (loaded.recorded, loaded.every, loaded.coverage) == (2, 1, group.coverage)
     for length in (11, 30):
         made, expected = (
             leaves_of(each.predicted([(2, length, 8)]).programs[0]) for each in (loaded, group)
@@ -381,7 +381,7 @@ def test_what_a_file_cannot_name_leaves_a_class_out(
 ) -> None:
     step = trained(plain_loss, [*LEARNED, *NEW])
     (group,) = step.predictions.lengths
-    group.proof.lost = object()
+    group.coverage.lost = object()
     step.save(tmp_path / "step.fzp")
     assert "sizes that were not recorded are recorded where it is loaded: it holds" in caplog.text
     step.forget()

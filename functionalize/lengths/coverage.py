@@ -1,6 +1,6 @@
 """Which new sizes of a class are replayed at their first call, and which first call runs for real and is compared.
 
-    proof.why_compared((37,))        None: replay; "17 is odd, and no compared size was": run it, and compare
+    coverage.why_compared((37,))        None: replay; "17 is odd, and no compared size was": run it, and compare
 
 Three parties decide by a size. What each of them did at sizes that were compared is known; a new size is replayed only
 if each of them does the same there:
@@ -20,8 +20,8 @@ And every n-th new size is compared whatever is known, on this rank or on anothe
 torch by none of these rules is found so. n is `every`, and doubles with each such comparison that finds no difference,
 up to `THINNEST` times `every`. What a size between two of these comparisons is replayed by does not change with n: the
 facts, ranges, remainders and equalities.
-Invariant: a class in which a first call was not as predicted, and none of these rules says why, has no proof any more:
-all its first calls are compared.
+Invariant: of a class in which a first call was not as predicted, and none of these rules says why, no size is known any
+more: all its first calls are compared.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class KnownPath:
 
 
 @dataclass(slots=True)
-class Proof:
+class Coverage:
     """What is known of the sizes of one class.
 
     every: each so many new sizes are compared, at first; 1: all. gap: so many now.
@@ -140,13 +140,13 @@ class Proof:
     @staticmethod
     def of(
         every: int, formulas: Iterable[Formula], lengths: Iterable[Formula], on_cpu: bool
-    ) -> Proof:
+    ) -> Coverage:
         """Before any call was compared."""
         found = frozenset(formulas)
         divided = [each for each in found if each.operator]
         of_sizes = [each.divisor for each in divided if all(len(f) == 1 for _, f in each.terms)]
         modulus = math.lcm(2 if on_cpu else _ALIGNED, *of_sizes)
-        return Proof(every, found, frozenset(lengths), modulus, [], every, divided=divided)
+        return Coverage(every, found, frozenset(lengths), modulus, [], every, divided=divided)
 
     @property
     def due(self) -> str:

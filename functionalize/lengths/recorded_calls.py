@@ -1,7 +1,7 @@
 """Recorded calls of a step, as programs for other sizes are made from them, and the kinds of calls.
 
 RecordedKinds(is_auto)   the kinds of calls that were recorded, and of which programs for other sizes may be made
-Reference.of(...)        a recorded call: its sizes, its program before the passes, its op stream
+RecordedCall.of(...)        a recorded call: its sizes, its program before the passes, its op stream
 
 A forward that was recorded with its backward has two programs: its own, and that of the backward. Its op stream is that
 of both.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from functionalize.audit.results import is_comparable
 from functionalize.audit.signature import Signature
-from functionalize.lengths.signature_template import Forms, SignatureTemplate
+from functionalize.lengths.signature_template import SignatureTemplate, SignatureTokens
 from functionalize.program.program import Program
 from functionalize.templates.call_keys import MADE, has_made_sizes, open_key, shapes_of
 from functionalize.templates.fitting import Formula, Sizes
@@ -87,10 +87,10 @@ class RecordedKinds:
 
 
 @dataclass(frozen=True, eq=False)
-class Reference:
+class RecordedCall:
     """One recorded call. key: in the cache. names: of its tensors. program: as recorded, before the passes.
 
-    rest: the `CachedProgram`. backward: the program of its backward, if that is one of its own; then `forward` is the
+    cached: the `CachedProgram`. backward: the program of its backward, if that is one of its own; then `forward` is the
     op stream of the forward alone, and `signature` that of both.
     """
 
@@ -98,7 +98,7 @@ class Reference:
     names: Sequence[str]
     program: Program
     signature: Signature
-    rest: Any
+    cached: Any
     backward: Program | None = None
     forward: Signature | None = None
 
@@ -115,7 +115,7 @@ class Reference:
     @property
     def token(self) -> Any:
         """What else must be equal in all recordings of a class."""
-        return identity(self.rest.replayed_alike)
+        return identity(self.cached.replayed_alike)
 
     @cached_property
     def leaves(self) -> list[Leaves]:
@@ -123,9 +123,9 @@ class Reference:
         return list(map(leaves_of, self.programs))
 
     @cached_property
-    def forms(self) -> Forms:
+    def forms(self) -> SignatureTokens:
         """Its op stream, as it is compared with others."""
-        return Forms(self.signature)
+        return SignatureTokens(self.signature)
 
     @property
     def tokens(self) -> int:
@@ -138,15 +138,15 @@ class Reference:
         for name in ("leaves", "forms"):
             vars(self).pop(name, None)
 
-    def like(self, key: Any, cached: Any) -> Reference | None:
+    def like(self, key: Any, cached: Any) -> RecordedCall | None:
         """The reference of an earlier `CachedProgram` of this kind, if it is there as it was recorded. key: of it."""
-        is_other = cached is self.rest or type(cached) is not type(self.rest)
+        is_other = cached is self.cached or type(cached) is not type(self.cached)
         program = cached.recorded or cached.program
         if is_other or self.backward is not None or program.history:
             return None
         if open_key(key) != open_key(self.key) or cached.signature is None:
             return None
-        return Reference(key, self.names, program, cached.signature, cached)
+        return RecordedCall(key, self.names, program, cached.signature, cached)
 
     def replayed_by(self, found: Any) -> None:
         """The prediction of an equal program, for which nothing is compiled: it is replayed, unless passes ran."""
@@ -154,10 +154,10 @@ class Reference:
             return
         made = found.programs[0]
         made.facts = self.program.facts
-        if self.rest.recorded is self.program:
-            self.rest.recorded = made
-        if self.rest.program is self.program:
-            self.rest.program, self.rest.op_stream = made, found.op_stream
+        if self.cached.recorded is self.program:
+            self.cached.recorded = made
+        if self.cached.program is self.program:
+            self.cached.program, self.cached.op_stream = made, found.op_stream
 
     @staticmethod
     def of(
@@ -167,7 +167,7 @@ class Reference:
         program: Program,
         cached: Any,
         backward: tuple[Program, Signature] | None = None,
-    ) -> Reference | None:
+    ) -> RecordedCall | None:
         """The reference of a `CachedProgram`; None if it has no signature, or an argument has no sizes.
 
         key: in the cache. names, leaves: of the arguments. program: as recorded. backward: the program of the backward,
@@ -179,8 +179,8 @@ class Reference:
         if own is None or len(tensors) != len(shapes_of(key)):
             return None
         if backward is None:
-            return Reference(key, tensors, program, own, cached)
-        return Reference(key, tensors, program, backward[1], cached, backward[0], own)
+            return RecordedCall(key, tensors, program, own, cached)
+        return RecordedCall(key, tensors, program, backward[1], cached, backward[0], own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class Templates:
 
     @staticmethod
     def of(
-        references: Sequence[Reference], fewest: int = FEWEST, may_be_equal: bool = False
+        references: Sequence[RecordedCall], fewest: int = FEWEST, may_be_equal: bool = False
     ) -> Templates | Mismatch:
         """The templates of recordings with equal tokens. fewest: the number of sizes; `EARLY`: one size may vary.
 
@@ -229,7 +229,7 @@ class Templates:
         whole = SignatureTemplate.of([each.forms for each in references], sizes)
         if isinstance(whole, Mismatch):
             return whole
-        alone = [Forms(each.forward) for each in references if each.forward is not None]
+        alone = [SignatureTokens(each.forward) for each in references if each.forward is not None]
         forwards = SignatureTemplate.of(alone, sizes) if alone else None
         if isinstance(forwards, Mismatch):
             return forwards
@@ -249,7 +249,7 @@ class Templates:
         return Mismatch(0, "the program", f"{len(alone)} functions of sizes are in no op")
 
 
-def difference(recorded: Reference, programs: Sequence[Program], rest: Any) -> str | None:
+def difference(recorded: RecordedCall, programs: Sequence[Program], rest: Any) -> str | None:
     """Where a recorded call is not as predicted. programs, rest: those of the prediction."""
     if len(programs) != len(recorded.programs):
         return "the call goes backward, and others do not, or the other way round"
