@@ -42,6 +42,13 @@ def _batches() -> Iterator[Tensor]:
         yield torch.ones(3, 4)
 
 
+class Kept:
+    """No record: its attributes are whatever its methods make them."""
+
+    def __init__(self, n: float) -> None:
+        self.n = n
+
+
 class Owner:
     """What a trainer holds beside its model."""
 
@@ -75,7 +82,7 @@ class Owner:
         self.queue: queue.Queue[float] = queue.Queue()
         self.recent: collections.deque[float] = collections.deque()
         self.bounded: collections.deque[float] = collections.deque([0.0] * 3, maxlen=3)
-        self.latest = [1.0, 1.0]
+        self.kept = Kept(0.0)
         self.text = ""
         self.note, self.mask = Note(), torch.ones(3, 4)
         self.first, self.second = [torch.ones(())], [torch.ones(())]

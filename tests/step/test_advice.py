@@ -24,7 +24,7 @@ from tests.ranks import run_on_ranks
 from tests.step.refusals import (
     OUTSIDE,
     Counted,
-    Note,
+    Kept,
     Owner,
     Row,
     check,
@@ -149,13 +149,13 @@ def _added_to_set(o: Owner, x: Tensor, given: Any) -> Any:
 def _recent(o: Owner, x: Tensor, given: Any) -> Any:
     loss = o.loss(x)
     o.recent.append(loss.item())
-    return loss.item()
+    return loss * o.recent[-1]
 
 
 def _bounded(o: Owner, x: Tensor, given: Any) -> Any:
     loss = o.loss(x)
     o.bounded.append(loss.item())
-    return loss.item()
+    return loss * o.bounded[-1]
 
 
 def _text_grows(o: Owner, x: Tensor, given: Any) -> Any:
@@ -248,26 +248,14 @@ def _other_type(o: Owner, x: Tensor, given: Any) -> Any:
 
 def _another_object(o: Owner, x: Tensor, given: Any) -> Any:
     loss = o.loss(x)
-    o.note = Note(loss.item())
+    o.kept = Kept(loss.item())
     return loss
 
 
 def _same_object(o: Owner, x: Tensor, given: Any) -> Any:
     loss = o.loss(x)
-    o.note.n = loss.item()
+    o.kept.n = loss.item()
     return loss
-
-
-def _list_of_numbers_anew(o: Owner, x: Tensor, given: Any) -> Any:
-    loss = o.loss(x)
-    o.latest = [o.latest[1], loss.item()]
-    return loss * o.latest[0]
-
-
-def _same_list(o: Owner, x: Tensor, given: Any) -> Any:
-    loss = o.loss(x)
-    o.latest[0], o.latest[1] = o.latest[1], loss.item()
-    return loss * o.latest[0]
 
 
 def _module_anew(o: Owner, x: Tensor, given: Any) -> Any:
@@ -557,15 +545,9 @@ ROWS = (
     ),
     Row(
         _another_object,
-        r"`o\.note` is another object",
+        r"`o\.kept` is another object",
         r"keep one object, and assign to its attributes or items",
         _same_object,
-    ),
-    Row(
-        _list_of_numbers_anew,
-        r"`o\.latest` is another object",
-        r"keep one object, and assign to its attributes or items",
-        _same_list,
     ),
     Row(_module_anew, r"`o\.other` is another Linear", OUTSIDE, plain, is_same=False),
     Row(_environment, r"os\.environ\.FUNCTIONALIZE_TEST` is '1+', was '1+'", OUTSIDE, plain),
