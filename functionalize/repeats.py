@@ -10,7 +10,7 @@
 Two blocks are of one kind if their nodes have, place by place, the same ops and constants (of the same types), and read
 the same places: of the block, or of its borders. The borders are the nodes before the block that it reads, in the order
 of their first uses. Where borders stand does not matter: among the parameters, in the forward, in the layer before.
-A block is `like` an earlier one of its kind if the values of their borders look alike (`Looks`).
+A block is `like` an earlier one of its kind if the values of their borders are alike (`BorderValues`).
 Not in a block: inputs, constants, the result, a node whose value is data (a number that was read, a result whose size
 depends on data), and one with an argument that is neither a node nor a plain constant.
 Invariant: what follows from the ops of a block, their constants and the looks of what enters it is equal for blocks
@@ -62,7 +62,7 @@ class Repeats:
         self._keys: list[int] = []  # of a node: equal for the same op and constants
         self._read = array("l")  # the places that nodes read, one node after the other
         self._ends = array("l", [0])  # of a node and all before it, in `_read`
-        self._look()
+        self._fill()
         self.blocks = tuple(self._blocks())
         self._keys.clear()
         self._likes: list[tuple[Section, Section | None]] | None = None  # once found
@@ -75,11 +75,11 @@ class Repeats:
         if self._likes is not None:
             yield from self._likes
             return
-        looks, first, found = Looks(), dict[Any, Section](), []
+        values, first, found = BorderValues(), dict[Any, Section](), []
         for block in self.blocks:
             like = block
             if block.kind is not None:
-                entered = looks.of(self.nodes[place] for place in block.borders)
+                entered = values.of(self.nodes[place] for place in block.borders)
                 like = first.setdefault((block.kind, entered), block)
             found.append((block, None if like is block else like))
             yield found[-1]
@@ -100,7 +100,7 @@ class Repeats:
         """Whether the graph has the nodes that it had, with the same targets and arguments."""
         return are_calls_of(self._calls, graph)
 
-    def _look(self) -> None:
+    def _fill(self) -> None:
         """Fill `_keys`, `_read` and `_ends`."""
         places: dict[fx.Node, int] = {}
         numbers: dict[Any, int] = {}
@@ -147,19 +147,19 @@ class Repeats:
         return tuple(borders), (tuple(self._keys[start:end]), tuple(reads))
 
 
-class Looks:
+class BorderValues:
     """What the ops of a block can read of the values that enter it, apart from data."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Any, int] = {}  # a look -> a number for it
+        self._numbers: dict[Any, int] = {}  # the fields of a tensor, or a structure -> a number for it
 
     def of(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
         """The structures of values; of each tensor its geometry, device and storage size; which share storages."""
         storages: dict[Any, int] = {}
         found: list[int] = []
         for node in nodes:
-            for look, storage in self._value(node.meta.get("val")):
-                found += look, storages.setdefault(storage, len(storages))
+            for fields, storage in self._value(node.meta.get("val")):
+                found += fields, storages.setdefault(storage, len(storages))
         return tuple(found)
 
     def _value(self, value: Any) -> list[tuple[int, Any]]:
@@ -168,16 +168,16 @@ class Looks:
         return [(self._number(structure), None), *map(self._tensor, tensors)]
 
     def _tensor(self, tensor: Tensor) -> tuple[int, Any]:
-        """The look of a tensor, and its storage."""
+        """The fields of a tensor, and its storage."""
         number = getattr(tensor, "constant", None)
         if tensor.layout != torch.strided or number is not None:
             return self._number(address(tensor)), address(tensor)
         storage = tensor.untyped_storage()
-        look = geometry_fields(tensor), tensor.device, storage.nbytes()
-        return self._number(look), storage._cdata
+        fields = geometry_fields(tensor), tensor.device, storage.nbytes()
+        return self._number(fields), storage._cdata
 
-    def _number(self, look: Any) -> int:
-        return self._numbers.setdefault(look, len(self._numbers))
+    def _number(self, fields: Any) -> int:
+        return self._numbers.setdefault(fields, len(self._numbers))
 
 
 def _structure(value: Any, tensors: list[Tensor]) -> Any:

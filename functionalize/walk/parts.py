@@ -260,8 +260,8 @@ def _pickled(value: Any) -> Parts:
 
 # -- what finds the parts of an object -------------------------------------------------------------
 
-Look = Callable[[Any, NameFilter], Parts]
-_LOOKS: weakref.WeakKeyDictionary[type, Look] = weakref.WeakKeyDictionary()
+PartsReader = Callable[[Any, NameFilter], Parts]
+_READERS: weakref.WeakKeyDictionary[type, PartsReader] = weakref.WeakKeyDictionary()
 # A step uses objects of these classes by calls that a replay makes again: see calls/progress.py.
 _BAR, _WRITER = "tqdm.std.tqdm", "torch.utils.tensorboard.writer.SummaryWriter"
 _RUN, _REPEATED = "wandb.sdk.wandb_run.Run", "functionalize.calls.repeat.RepeatedFunction"
@@ -270,20 +270,20 @@ _RUN, _REPEATED = "wandb.sdk.wandb_run.Run", "functionalize.calls.repeat.Repeate
 def parts_of(value: Any, names: NameFilter) -> Parts:
     """The parts of an object that is no plain value, tensor, module or optimizer."""
     kind = type(value)
-    look = _LOOKS.get(kind)
-    if look is None:
-        look = _LOOKS[kind] = look_of(kind)
-    found = look(value, names)
+    reader = _READERS.get(kind)
+    if reader is None:
+        reader = _READERS[kind] = reader_of(kind)
+    found = reader(value, names)
     found.is_moved = found.is_moved and not names.reads_state
     return found
 
 
-def look_of(kind: type) -> Look:
+def reader_of(kind: type) -> PartsReader:
     """What finds the parts of objects of a class: their content, and the attributes that a script has given them."""
-    look = _content_of(kind)
-    if look in _WITH_ATTRIBUTES or not (kind.__dictoffset__ or slot_names(kind)):
-        return look
-    return lambda value, names: _add_own(value, names, look(value, names))
+    reader = _content_of(kind)
+    if reader in _WITH_ATTRIBUTES or not (kind.__dictoffset__ or slot_names(kind)):
+        return reader
+    return lambda value, names: _add_own(value, names, reader(value, names))
 
 
 def is_read_by_content(kind: type) -> bool:
@@ -291,14 +291,14 @@ def is_read_by_content(kind: type) -> bool:
     return _content_of(kind) not in _WITH_ATTRIBUTES
 
 
-def _content_of(kind: type) -> Look:
+def _content_of(kind: type) -> PartsReader:
     """What finds the content of objects of a class."""
     names = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
     if _BAR in names or names[0] in (_WRITER, _RUN, _REPEATED) or names[0].endswith(LOG_CLASSES):
         return _repeated
-    for kinds, look in _BY_TYPE:
+    for kinds, reader in _BY_TYPE:
         if issubclass(kind, kinds):
-            return look
+            return reader
     package = kind.__module__.partition(".")[0]
     if package == "numpy" and hasattr(kind, "tobytes"):
         return _plain(_array)
@@ -321,11 +321,11 @@ def _content_of(kind: type) -> Look:
     return _iterator if issubclass(kind, Iterator) else library
 
 
-def _plain(look: Callable[[Any], Parts]) -> Look:
+def _plain(reader: Callable[[Any], Parts]) -> PartsReader:
     """Parts, and the attributes that a subclass adds."""
 
     def parts(value: Any, names: NameFilter) -> Parts:
-        found = look(value)
+        found = reader(value)
         if type(value).__module__ != "builtins":
             found.held = [*found.held, *_own_attributes(value, names)]
         return found
@@ -334,8 +334,8 @@ def _plain(look: Callable[[Any], Parts]) -> Look:
     return parts
 
 
-def _content(look: Callable[[Any], Parts]) -> Look:
-    return lambda value, names: look(value)
+def _content(reader: Callable[[Any], Parts]) -> PartsReader:
+    return lambda value, names: reader(value)
 
 
 # -- data: values, containers, arrays, buffers -----------------------------------------------------
@@ -1204,12 +1204,12 @@ def _error(value: BaseException, names: NameFilter) -> Parts:
 
 # -- by type ---------------------------------------------------------------------------------------
 
-# These find all attributes themselves. What any other one finds is the content, to which `look_of` adds attributes.
-_WITH_ATTRIBUTES: set[Look] = {
+# These find all attributes themselves. What any other one finds is the content, to which `reader_of` adds attributes.
+_WITH_ATTRIBUTES: set[PartsReader] = {
     *(users, library, _iterator, _namespace, _of_torch, _scheduler, _method),
     *(_function, _class, _module, _cached, _error, _proxy, _repeated),
 }
-_BY_TYPE: list[tuple[Any, Look]] = [
+_BY_TYPE: list[tuple[Any, PartsReader]] = [
     (types.FunctionType, _function),
     (types.MethodType, _method),
     ((types.BuiltinFunctionType, types.MethodWrapperType), _builtin),

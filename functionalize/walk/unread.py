@@ -46,7 +46,7 @@ from functionalize.walk.code_names import NameFilter, names_in
 from functionalize.walk.code_uses import assigned_constant
 from functionalize.walk.converted_arrays import Conversions, converted_arrays, with_tensors
 from functionalize.walk.fact_text import Path
-from functionalize.walk.parts import is_native, library, look_of, users
+from functionalize.walk.parts import is_native, library, reader_of, users
 from functionalize.walk.roots import Roots
 
 # Names by which code reads the variables of a frame: of any, and of its own.
@@ -167,7 +167,7 @@ def is_observable(kind: type) -> bool:
     bases = kind.__mro__[:-1]
     setter: Any = type(kind).__setattr__
     return (
-        look_of(kind) in (library, users)
+        reader_of(kind) in (library, users)
         and not issubclass(kind, _KEPT)
         and setter is type.__setattr__
         and bool(kind.__flags__ & _HEAP)

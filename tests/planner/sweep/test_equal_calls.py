@@ -143,7 +143,7 @@ def test_values_on_one_storage_do_not_look_like_values_on_two() -> None:
     nodes = [graph.placeholder(name) for name in "abcd"]
     for node, value in zip(nodes, (x, y, y, y.view(4)), strict=True):
         node.meta["val"] = value
-    looks = repeats.Looks()
+    looks = repeats.BorderValues()
     assert looks.of(nodes[:2]) == looks.of([nodes[0], nodes[3]]) != looks.of(nodes[2:])
 
 
