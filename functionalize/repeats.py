@@ -151,7 +151,7 @@ class BorderValues:
     """What the ops of a block can read of the values that enter it, apart from data."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Any, int] = {}  # the fields of a tensor, or a structure -> a number for it
+        self._numbers: dict[Any, int] = {}  # fields or a structure -> number
 
     def of(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
         """The structures of values; of each tensor its geometry, device and storage size; which share storages."""

@@ -305,7 +305,9 @@ class LengthClass:
         stream = None if self.forwards is None else self.forwards.at(sizes)
         if isinstance(stream, str):
             return None
-        return Prediction(self, shapes, sizes, programs, op_stream, stream, latest.cached, has_passed)
+        return Prediction(
+            self, shapes, sizes, programs, op_stream, stream, latest.cached, has_passed
+        )
 
     def early_guards(self, shapes: Shapes) -> tuple[list[EarlyGuard], bool]:
         """The guards on numbers of the arguments, and whether they are those for these shapes, not of a recording."""
