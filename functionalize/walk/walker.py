@@ -474,6 +474,8 @@ class PythonState:
         name = holder.name if part.name is None else part.name
         if name.startswith("+"):
             name = holder.name + name[1:]
+        elif part.name and "." in holder.name and is_users_object(holder.value):  # of a module
+            name = f"{holder.name}.{name}"
         path = holder.path if part.key is SAME else (holder.path, part.key)
         is_loose, is_fact = is_loose or holder.is_loose, holder.is_fact and part.is_named
         visit = Visit(path, name, part.value, place, is_fact, is_loose, holder.moving)
@@ -609,8 +611,11 @@ class PythonState:
                 continue
             is_carried = self.live.holds_bundle(Held(table, key), value)
             # Its tensors are found again there; into an object of the user's no source of the module looks.
-            if is_carried or is_users_object(value) or self.live.keys_of(value):
-                self._push(Visit(visit.path, visit.name, None), attribute(table, key))
+            is_object = is_users_object(value)
+            if is_carried or is_object or self.live.keys_of(value):
+                part = attribute(table, key)
+                part = part._replace(name=f"{visit.name}.{key}") if is_object else part
+                self._push(Visit(visit.path, visit.name, None), part)
                 continue
             if issubclass(type(value), (list, tuple, deque)):  # `isinstance` asks the object
                 self._of_modules.add(id(value))

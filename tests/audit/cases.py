@@ -229,14 +229,14 @@ def a_loader(model: nn.Module) -> Made:
 # -- what the step moves and no op reads -------------------------------------------------------------
 
 
-@case("a count in a function's attribute")
-def a_count(model: nn.Module) -> Made:
+@case("a text in a function's attribute")
+def a_text(model: nn.Module) -> Made:
     def loss(x: Tensor) -> Tensor:
-        loss.calls += 1  # type: ignore[attr-defined]
+        loss.calls += "."  # type: ignore[attr-defined]
         found: Tensor = model(x).square().mean()
         return found
 
-    loss.calls = 0  # type: ignore[attr-defined]
+    loss.calls = ""  # type: ignore[attr-defined]
     return loss, None
 
 

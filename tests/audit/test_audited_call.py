@@ -214,11 +214,16 @@ def test_raise_raises_after_the_step_has_run() -> None:
 
 @pytest.mark.usefixtures("guards_off")
 def test_the_third_difference_refuses_the_step() -> None:
-    config = {"scale": 0.5}
-    captured = fz.capture(scaled_step(config), audit=2, on_uncapturable="raise")
+    config = {"way": "mean"}
+
+    def loss(model: nn.Module) -> Loss:
+        return lambda x: getattr(model(x).square(), config["way"])()
+
+    captured = fz.capture(model_and_step(loss)[0], audit=2, on_uncapturable="raise")
+    until_captured(captured)
     with pytest.raises(UncapturableError, match="replays differ from eager again and again"):
         for i in range(30):
-            config["scale"] += 0.25
+            config["way"] = ("mean", "sum", "std")[i % 3]
             captured(batch(i))
     assert captured.stats.audit_failures == 3
 

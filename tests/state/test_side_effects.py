@@ -35,7 +35,7 @@ def fills_a_deque() -> Callable[[Tensor], Any]:
 
     def step(x: Tensor) -> Tensor:
         last.append(x.sum())
-        return x + 1
+        return x + len(last)
 
     return step
 
@@ -82,10 +82,10 @@ def writes_to_a_file() -> Callable[[Tensor], Any]:
 def replaces_an_attribute() -> Callable[[Tensor], Any]:
     class Trainer:
         def __init__(self) -> None:
-            self.metrics: dict[str, int] = {}
+            self.metrics: dict[str, Any] = {}
 
         def step(self, x: Tensor) -> Tensor:
-            self.metrics = {"n": self.metrics.get("n", 0) + 1}
+            self.metrics = {"n": self.metrics.get("n", 0) + 1, "by": object()}
             return x + 1
 
     return Trainer().step
