@@ -51,6 +51,6 @@ def test_an_attribute_that_no_walk_looks_at_is_named(monkeypatch: pytest.MonkeyP
     def blind(value: Any, names: Any) -> Any:
         return parts.Parts(type(value))
 
-    monkeypatch.setitem(parts._LOOKS, random.Random, blind)
+    monkeypatch.setitem(parts._READERS, random.Random, blind)
     row = types_of.verdict("random", "Random", random.Random)
     assert {"__setattr__('k', 7)", "seed(7)"} <= {*row.unnoticed}
