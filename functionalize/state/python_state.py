@@ -321,7 +321,7 @@ class VaryingNumbers:
         self.found = NO_PLACES
 
     def learned(self, facts: Sequence[Any], now: PythonState) -> LivePlaces:
-        """The numbers that may be live in the recording that begins. facts: at earlier ones. now: the walk before it.
+        """The numbers that may be live in the recording that begins. facts: at the last one. now: the walk before it.
 
         None while code may hand a number on to C code that takes exact ones alone.
         """

@@ -256,41 +256,29 @@ def _bound_of(value: Any) -> Iterator[Hashable]:
         yield _BOUND, (deque, str(value.maxlen))
 
 
-def numbers_between(was: Any, now: Any, keys: Keys = ()) -> Iterator[Keys]:
-    """The keys that lead to each number, flag or text in which two structures differ, of one type in both."""
-    if was == now or not (type(was) is type(now) is tuple and was[0] is now[0]):
-        return
-    kind, inner = was
-    if kind in _MOVED:
-        yield keys
-    elif type(inner) is tuple:
-        after = dict(now[1])
-        for key, before in inner:
-            if key in after:
-                yield from numbers_between(before, after[key], (*keys, key))
-
-
 def numbers_moved(was: Any, now: Any) -> frozenset[Keys]:
-    """The keys of what moves between two structures of a container that is made anew: see `numbers_between`.
+    """The keys of each number, flag or text that differs between two structures of a container that is made anew.
 
-    Where a number does, all others in it may: a window over the last losses fills element by element.
+    Where one does, all numbers in it may: a window over the last losses fills element by element.
     """
-    found = frozenset(numbers_between(was, now))
-    return found | frozenset(_numbers_alike(was, now)) if found else found
+    found = list(_leaves_between(was, now))
+    moved = {keys for keys, _, is_same in found if not is_same}
+    numbers = {keys for keys, kind, _ in found if kind in LIVE_NUMBERS}
+    return frozenset(moved | numbers if moved else ())
 
 
-def _numbers_alike(was: Any, now: Any, keys: Keys = ()) -> Iterator[Keys]:
-    """The keys of the numbers, no flags and texts, of one type in both structures."""
+def _leaves_between(was: Any, now: Any, keys: Keys = ()) -> Iterator[tuple[Keys, type, bool]]:
+    """The keys of each number, flag or text of one type in two structures, the type, and whether it is the same."""
     if not (type(was) is type(now) is tuple and was[0] is now[0]):
         return
     kind, inner = was
-    if kind in LIVE_NUMBERS:
-        yield keys
-    elif type(inner) is tuple and type(now[1]) is tuple:
+    if kind in _MOVED:
+        yield keys, kind, was == now
+    elif type(inner) is type(now[1]) is tuple:
         after = dict(now[1])
         for key, before in inner:
-            if key in after and key != _BOUND:
-                yield from _numbers_alike(before, after[key], (*keys, key))
+            if key in after:
+                yield from _leaves_between(before, after[key], (*keys, key))
 
 
 def computed_alike(value: Any, was: Any, keys: Keys = ()) -> Iterator[Keys]:
