@@ -92,13 +92,14 @@ def patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]
     yield batchnorm, "float", _as_float
     for name in (*OF_MATH, *DECISIONS):
         yield math, name, for_live(getattr(math, name))
-    for name in ("min", "max"):
+    reductions = {"min": of_extremes(builtins.min), "max": of_extremes(builtins.max)}
+    if sys.version_info >= (3, 12):
+        reductions["sum"] = live_sum
+    for name, made in reductions.items():
         # Not what a script has put into its place.
         if isinstance(getattr(builtins, name), BuiltinFunctionType):
-            yield builtins, name, of_extremes(getattr(builtins, name))
+            yield builtins, name, made
     if sys.version_info >= (3, 12):
-        if isinstance(builtins.sum, BuiltinFunctionType):
-            yield builtins, "sum", live_sum
         for owner in (math, statistics):
             yield owner, "sumprod", _of_plain_elements(owner.sumprod)
     made = _batch_norm(recorders, torch.batch_norm)
