@@ -171,12 +171,12 @@ class LateSizes:
 
     def _take(self, group: LateClass, sizes: Sizes, call: Invocation) -> bool:
         """Keep a program for arguments of these sizes, if there is one."""
-        rest, program = group.references[-1].cached, group.at(sizes)
+        cached, program = group.references[-1].cached, group.at(sizes)
         if program is None:
             return False
         reason = f"a prediction from {group.recorded} recorded calls that computed other sizes"
         parts = {"op_stream": None, "reason": reason, "group": None, "awaits_passes": False}
-        self._core.cache.add(call.key, rest.with_program(program, **parts))
+        self._core.cache.add(call.key, cached.with_program(program, **parts))
         return True
 
     def _replay(self, cached: CachedProgram, call: Call) -> Any:

@@ -857,8 +857,8 @@ class CapturedStep:
         is_still = self._hooks.is_still or self._plain_reads or self.core.hooks_run_outside
         if previous is None or not live or is_still:
             return NO_PLACES, None
-        facts = (*previous.facts, *(self.program.facts if self.program is not None else ()))
-        return previous.moved | self._varying.found, functools.partial(self._varying.learned, facts)
+        learned = functools.partial(self._varying.learned, previous.facts)
+        return previous.moved | self._varying.found, learned
 
     def _previous(self, key: Hashable) -> RecordingSummary | None:
         """The summary with which a recording is compared: one of its kind, of any sizes until the step has settled."""

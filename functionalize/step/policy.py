@@ -157,8 +157,8 @@ class Questions:
         was_told, found.is_told = found.is_told, True
         return not was_told
 
-    def is_in_vain(self, key: Hashable, miss: Miss) -> bool:
-        """A call is not recorded, as the ledger does not pay; whether so many were not that the user is told now."""
+    def note_unpaid(self, key: Hashable, miss: Miss) -> bool:
+        """Count a call that is worth a recording which the ledger does not pay; whether a warning is due now."""
         question = self._question(key, miss.question)
         self._note_pending(key, miss.question, question)
         question.unpaid += 1
@@ -493,7 +493,7 @@ class Policy:
             if not self.questions.is_worth_recording(key, miss):
                 self.news = miss if self.questions.tell(key, miss.question) else None
                 return False
-            if not can_pay and self.questions.is_in_vain(key, miss):
+            if not can_pay and self.questions.note_unpaid(key, miss):
                 self.news = miss
         self.saves = not can_pay
         return can_pay

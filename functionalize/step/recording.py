@@ -83,12 +83,12 @@ class RecordingSummary:
 
     identities: one value per tensor that no argument, module or optimizer holds, see `StepRecording`.
     outliving: addresses of the storages that the step made and that were alive after it.
-    facts: the guards on Python state and on modules on entry.
     pins: weak references to these storages, which keep their addresses from being reused. has_ops: see `differs`.
     moved: places in Python that this recording, or one before it, has moved. is_live: whether its numbers were live.
     seen: how this recording and those before it have moved places, see Note [What moves alike].
     changed: the name of what the step changed and a replay would not, if it has one. clock: the one that it read.
-    filled: deques that the step fills, and that will be full at some call.
+    filled: deques that the step fills, and that will be full at some call. facts: the guards on Python state and on
+    modules on entry.
     """
 
     identities: list[Any]
