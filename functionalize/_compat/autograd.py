@@ -38,6 +38,17 @@ def below_autograd() -> AbstractContextManager[None]:
     return guard
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """The version counter of a tensor, which its writes raise; -1 for a tensor of inference mode, which has none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def keeping_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    """A context whose writes leave the version counters of these tensors as they are (torch 2.11 to 2.15)."""
+    counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
+    return torch.autograd._unsafe_preserve_version_counter(counted)
+
+
 BACKWARD, RECOMPUTE = "backward", "recompute"
 
 

@@ -124,10 +124,15 @@ def chain_of(source: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """One placeholder of the graph. nbytes: the size of its storage on entry."""
+    """One placeholder of the graph.
+
+    nbytes: the size of its storage on entry. keeps_version: whether its version counter stays as it is, though the
+    step writes to it.
+    """
 
     name: str
     geometry: Geometry
     nbytes: int
     device: torch.device
     source: Source
+    keeps_version: bool = False

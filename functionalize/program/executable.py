@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from functionalize._compat.autograd import below_autograd
+from functionalize._compat.autograd import below_autograd, keeping_versions
 from functionalize._compat.bindings import without_function_modes
 from functionalize._compat.dispatch import is_profiling
 from functionalize._compat.graphs import pytree
@@ -90,6 +90,7 @@ class Executable:
     _described: bool = field(default=False, repr=False)
     _run: Callable[..., Sequence[Any]] | None = field(default=None, repr=False)
     _random: bool = field(default=True, repr=False)
+    _unversioned: tuple[int, ...] = field(default=(), init=False, repr=False)
     _builder: OutputBuilder | None = field(default=None, init=False, repr=False)
     _rebuild: Callable[[list[Any]], Any] | None = field(default=None, init=False, repr=False)
     _repeats: Repeats | None = field(default=None, init=False, repr=False)
@@ -274,7 +275,8 @@ class Executable:
         would in eager; so does one after the `commit` of a graph at stage INPLACE.
         """
         self.prepare()
-        with torch.no_grad():
+        kept = tuple([call.inputs[i] for i in self._unversioned])
+        with torch.no_grad(), keeping_versions(kept) if kept else nullcontext():
             with generators_restored_on_error() if self._random else nullcontext():
                 results = self.results(call, vote, writes=True)
                 call.committed = True
@@ -365,6 +367,7 @@ class Executable:
         """
         if self._run is None:
             self._random = any(is_random(n) for n in self.graph.nodes)
+            self._unversioned = tuple(i for i, s in enumerate(self.inputs) if s.keeps_version)
             self._run = self.runner(self) if self.runner else self._interpreted
         if is_profiling() and (with_ranges := getattr(self._run, "with_ranges", None)) is not None:
             found: Callable[..., Sequence[Any]] = with_ranges(self)

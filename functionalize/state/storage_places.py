@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from functionalize._compat.autograd import version_of
 from functionalize._compat.references import address
 from functionalize.fsdp.objects import fsdp_parameters
 from functionalize.ir.inputs import Argument, Call, Source
@@ -143,6 +144,7 @@ class Places:
     slots: the places that may hold a gradient.
     widest: for each storage, name, source and geometry of the widest tensor on it.
     shared: for each storage, every place that holds a tensor on it.
+    versions: for each storage, the object that is the widest tensor on it, and its version counter.
     """
 
     roots: Roots
@@ -150,6 +152,7 @@ class Places:
     slots: list[tuple[str, Slot]]
     widest: dict[int, tuple[str, Source, TensorRef]]
     shared: dict[int, list[AliasPlace]]
+    versions: dict[int, tuple[int, int]]
 
     @staticmethod
     def now(
@@ -166,6 +169,7 @@ class Places:
         held = list(slots(roots, found))
         widest: dict[int, tuple[str, Source, TensorRef]] = {}
         shared: dict[int, list[AliasPlace]] = {}
+        versions: dict[int, tuple[int, int]] = {}
         for name, source, tensor in candidates(roots, leaves, held):
             if live and type(source) is Held and live.has(source):
                 source = MovedPlace(source.container, source.key)
@@ -177,11 +181,22 @@ class Places:
             place = _new_tuple(AliasPlace, (name, source, geometry, address(tensor)))
             if before is None:
                 widest[serial], shared[serial] = (name, source, ref), [place]
+                versions[serial] = place.tensor, version_of(tensor)
                 continue
             shared[serial].append(place)
             if geometry.end > before[2].geometry.end:
                 widest[serial] = (name, source, ref)
-        return Places(roots, leaves, held, widest, shared)
+                versions[serial] = place.tensor, version_of(tensor)
+        return Places(roots, leaves, held, widest, shared, versions)
+
+    def keeps_version(self, serial: int) -> bool:
+        """Whether the version counter of the widest tensor on a storage is what it was."""
+        before = self.versions.get(serial)
+        if before is None:
+            return False
+        now = self.widest[serial][1].resolve(Call(self.leaves, []))
+        is_tensor = isinstance(now, Tensor) and not now.is_inference()
+        return is_tensor and (address(now), version_of(now)) == before
 
     def early(self) -> set[int]:
         """The storages of tensor arguments, and of buffers that hold a few numbers: pointers, counters, flags."""

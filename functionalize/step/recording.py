@@ -354,6 +354,7 @@ class StepRecording:
         kept = drop_unused_inputs(program)
         check_not_needed([spec.source for spec in program.inputs], program.facts)
         storages = tuple(builder.storage_of_input[i] for i in kept)
+        program.inputs = self.entry.with_versions(program.inputs, program.epilogue, storages)
         goes_backward = any(record.autograd_node is not None for record in self.recorder.records)
         fsdp = FSDPStateGuard(self.entry.fsdp, goes_backward)
         program.facts = (

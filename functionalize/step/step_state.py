@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from functionalize._compat.graphs import pytree
 from functionalize._compat.references import address
 from functionalize.audit.signature import StateAround
 from functionalize.fsdp.python_state import FSDPEffects, FSDPState
+from functionalize.ir.epilogue import Action
 from functionalize.ir.guards import AliasGuard, ConstantGuard, Guard, TensorGuard, frozen_constant
 from functionalize.ir.inputs import Argument, Call, InputSpec, Source, chain_of
 from functionalize.ir.outputs import SourceItself
@@ -206,6 +207,23 @@ class EntryState:
         if inputs:
             yield AliasGuard(tuple(storages), tuple(spec.name for spec in inputs))
         yield from SharedGuard.of(inputs, [self.places.shared.get(s, []) for s in storages])
+
+    def with_versions(
+        self, inputs: Sequence[InputSpec], epilogue: Sequence[Action], storages: Sequence[int]
+    ) -> tuple[InputSpec, ...]:
+        """The inputs of a program, and which of those that it writes keep their version counters.
+
+        Batch norm writes its statistics so, and whatever writes to `.data`. Autograd compares the counters of what
+        eager graphs have saved, and such a graph may be older than the replay, and go backward after it.
+        storages: the serial numbers of the storages of the first inputs.
+        """
+        written = {action.input for action in epilogue if action.input < len(storages)}
+        return tuple(
+            replace(spec, keeps_version=True)
+            if i in written and self.places.keeps_version(storages[i])
+            else spec
+            for i, spec in enumerate(inputs)
+        )
 
     def guards_on_metadata(self, storages: Sequence[int]) -> Iterator[Guard]:
         """Guards on whether inputs that are no parameters require a gradient, and on the geometry of other tensors.

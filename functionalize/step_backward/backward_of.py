@@ -19,6 +19,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from functionalize._compat.autograd import keeping_versions, version_of
 from functionalize._compat.fast_guards import plain_reads
 from functionalize.errors import GuardError, InvariantError
 from functionalize.ir.epilogue import Copy, alias
@@ -254,17 +255,17 @@ class ReplayedForward:
     def _write(self, values: Sequence[Tensor]) -> None:
         for (tensor, _), value in zip(self._overwritten, values, strict=True):
             # Autograd may have saved the tensor for its geometry only: its version counter must not change.
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+            with torch.no_grad(), keeping_versions([tensor]):
                 tensor.copy_(value)
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """The version counters of tensors; 0 for tensors of inference mode, which have none."""
+    """The version counters of tensors; -1 for tensors of inference mode, which have none."""
     try:
         with plain_reads():
             return list(map(_version, tensors))
     except RuntimeError:
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+        return list(map(version_of, tensors))
 
 
 _version: Any = attrgetter("_version")

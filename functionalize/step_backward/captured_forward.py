@@ -17,6 +17,12 @@ together, as it issues collectives. If a value that the forward read has changed
 before anything changes. Calls that the replay has made again (`print`, logging) are not made by the rerun.
 FSDP2 runs it as outside of a backward (`fsdp/forward_again.py`).
 
+Note [Two backwards of one forward]
+Where gradients are emptied between forward and backward, the first microbatch after an update finds none, a later one
+those of the others, and both have the same forward. Which one a program was recorded for can be told before its forward
+is replayed, by whether a parameter was written since the last call. The other one is recorded when it first comes and
+there are gradients that may be emptied, so that no forward must run again.
+
 Note [Audited forwards]
 An audited forward runs eagerly, and so does the backward that is called on it: its gradients are eager's. Both are
 recorded, as a call without a program is, and the recording is compared with the programs (`audited_forward.py`), not
@@ -39,12 +45,12 @@ from weakref import WeakSet
 
 import torch
 
-from functionalize._compat.autograd import at_end_of_backward
+from functionalize._compat.autograd import at_end_of_backward, version_of
 from functionalize.audit.audited_call import AuditedCall, judged
 from functionalize.errors import PassError
 from functionalize.fsdp.forward_again import as_outside_of_backward
 from functionalize.ir.generators import is_random
-from functionalize.ir.inputs import Call
+from functionalize.ir.inputs import Argument, Call, Source, chain_of
 from functionalize.lengths.shared_passes import needs_no_copies
 from functionalize.program.collective_order import recorded_sequences
 from functionalize.recorder.recorder import Recorder
@@ -53,7 +59,7 @@ from functionalize.scalars.escaped_numbers import replace_escaped
 from functionalize.scalars.live_scalars import plain_tree
 from functionalize.state.arguments import flatten_result, unflatten_result
 from functionalize.state.python_effects import repeat, unrepeated
-from functionalize.state.sources import leave
+from functionalize.state.sources import Gradient, leave
 from functionalize.step.cache import CachedProgram
 from functionalize.step.captured_step import CapturedStep
 from functionalize.step.core import EVERY_CALL
@@ -63,6 +69,7 @@ from functionalize.step.outcome import Built
 from functionalize.step.recording import StepRecording
 from functionalize.step.stages import Invocation, RecordedRun
 from functionalize.step.stats import ProgramCounts
+from functionalize.step.step_state import EntryState
 from functionalize.step.vote import RankVote
 from functionalize.step_backward.audited_forward import AuditedForward
 from functionalize.step_backward.backward_of import ReplayedForward
@@ -84,6 +91,8 @@ from functionalize.util.user_warning import warn_uncapturable
 log = logging.getLogger("functionalize")
 _PATIENCE = 4  # recorded forwards in a row without a backward, before fewer are recorded
 _BACKWARDS = 8  # kept of one forward
+_LOOKS = 64  # replays of a forward that are asked whether a parameter was written before
+_FIRST_SINCE_UPDATE = "its backward may find other gradients than the recorded one: see `zero_grad`"
 _NOT_PREDICTED = (
     "autograd has asked for other gradients than in recorded calls: programs for other sizes are "
     "not predicted any more"
@@ -123,6 +132,7 @@ class Forward:
         self._calls = 0
         self._was_elsewhere = False  # whether a call ran eagerly because of another thread
         self._nodes: WeakSet[Any] = WeakSet()
+        self._versions: tuple[int, ...] = ()  # of the parameters, at the last call
         # Where nothing is predicted, the state is no part of the key.
         self._states = EntryStates() if self._core.options.dynamic else None
         self.hooks = Hooks(
@@ -240,6 +250,8 @@ class Forward:
         if not isinstance(cached, ForwardProgram):
             assert isinstance(call.leaves, DetachedLeaves)
             return call.leaves.with_originals(self._step.replay(cached, call))
+        if self._expects_another_backward(cached, call):
+            return self._record_beside(cached, call.leaves)
         replayed = ReplayedForward(self, cached, call)
         values = cached.program.replay(call, self._core.vote)
         replayed.hold(values[cached.results :])
@@ -250,6 +262,33 @@ class Forward:
         repeat(cached.python_effects, call, left[count:])
         assert isinstance(call.leaves, DetachedLeaves)
         return with_backward(result, cached.has_grad_fn, replayed, call.leaves, replayed.inputs())
+
+    def _is_updated(self, trained: Sequence[Source], leaves: Sequence[Any]) -> bool:
+        """Whether a parameter was written since the last call."""
+        call = Call(leaves, [])
+        found = tuple(version_of(source.resolve(call)) for source in trained)
+        before, self._versions = self._versions, found
+        return found != before
+
+    def _expects_another_backward(self, cached: ForwardProgram, call: Call) -> bool:
+        """Whether to record this call though a program covers it: Note [Two backwards of one forward]."""
+        core = self._core
+        if cached.replays >= _LOOKS or len(cached.updated) == 2 or core.vote is not None:
+            return False
+        is_updated = self._is_updated(cached.trained, call.leaves)
+        if is_updated in cached.updated or cached.group is not None:
+            return False
+        return any(Gradient(each).resolve(call) is not None for each in cached.trained)
+
+    def _record_beside(self, cached: ForwardProgram, leaves: Sequence[Any]) -> Any:
+        """Record a call that a program covers, to keep its backward beside the others of that program."""
+        spec = cached.program.in_spec
+        assert spec is not None and isinstance(leaves, DetachedLeaves)
+        args, kwargs = unflatten_result(leaves.originals, spec)
+        key = self._step.key(leaves, spec)
+        call = Invocation(args, kwargs, leaves, spec, key, _FIRST_SINCE_UPDATE)
+        forward = self._run_forward(call, self._step.recorder(call), rerun_of=cached)
+        return forward.result() if isinstance(forward, RecordedForward) else forward
 
     def missed_backward(self, reason: str) -> None:
         """Count a request of autograd that no recorded backward covers."""
@@ -354,7 +393,8 @@ class Forward:
                 has_history = any(map(is_output, flatten_result(run.result)[0]))
                 if has_history or audit is not None:
                     changed = run.changed or unrepeated(run.moving.effects)
-                    end = ForwardEnd.now(run.entry, run.result, run.recorder, changed)
+                    is_updated = self._is_updated(_trained(run.entry), run.entry.leaves)
+                    end = ForwardEnd.now(run.entry, run.result, run.recorder, changed, is_updated)
                 if audit is not None:
                     verdict = judged(lambda: audit.after_forward(recorder, end))
                     self._audits.end(verdict, audit.cached)
@@ -438,6 +478,8 @@ class Forward:
             ],
             is_random=any(is_random(node) for node in forward.graph.nodes),
             communicates=self._is_sharded or bool(recorded_sequences(run.recorder.records)),
+            updated=frozenset((run.end.is_updated,)),
+            trained=_trained(run.end.entry),
             rerun_of=run.rerun_of,
             op_stream=signature,
             python_effects=run.end.exit.python_effects,
@@ -470,4 +512,13 @@ class Forward:
         # first forward, so its `facts` describe a later state: keep the facts of the first one.
         cached.program.facts = known.program.facts
         known.program, known.saved = cached.program, cached.saved
+        known.updated = frozenset(
+            (False, True)
+        )  # its backwards have differed: no more is known beforehand
         known.backwards = [*cached.backwards, *known.backwards][:_BACKWARDS]
+
+
+def _trained(entry: EntryState) -> tuple[Source, ...]:
+    """The sources of the parameters, without arguments."""
+    found = (slot.of for _, slot in entry.slots if isinstance(slot, Gradient))
+    return tuple(each for each in found if not any(isinstance(s, Argument) for s in chain_of(each)))

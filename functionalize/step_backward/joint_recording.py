@@ -63,7 +63,8 @@ class ForwardEnd:
 
     entry, exit: the state before and after the forward.
     modes: the modes of modules that the forward changed. fsdp: FSDP2's state after the forward.
-    unsharded: serial numbers of the storages of unsharded FSDP2 parameters.
+    unsharded: serial numbers of the storages of unsharded FSDP2 parameters. is_updated: whether a parameter was
+    written since the last call.
     records, externals, facts, call_facts: the numbers of these in the recorder at that time, where the forward's part
     ends.
     """
@@ -73,13 +74,20 @@ class ForwardEnd:
     modes: FSDPEffects
     fsdp: FSDPState
     unsharded: frozenset[int]
+    is_updated: bool
     records: int
     externals: int
     facts: int
     call_facts: int
 
     @staticmethod
-    def now(entry: EntryState, result: Any, recorder: Recorder, changed: str | None) -> ForwardEnd:
+    def now(
+        entry: EntryState,
+        result: Any,
+        recorder: Recorder,
+        changed: str | None,
+        is_updated: bool,
+    ) -> ForwardEnd:
         """Read the state after the forward. changed: a change that is known already."""
         recorder.checks.check_generators(lambda: "after its last random op")
         modules = list(entry.roots.modules.values())
@@ -98,6 +106,7 @@ class ForwardEnd:
             FSDPEffects().with_modes(entry.modules.changed_modes()),
             FSDPState.now(modules),
             frozenset(unsharded),
+            is_updated,
             len(recorder.records),
             len(recorder.storages.externals),
             len(log.facts) if log is not None else 0,
@@ -282,6 +291,7 @@ class JointRecording(StepRecording):
         program = half.program(builder, cut.forward, builder.inputs, saved, in_spec)
         storages = _storages(builder, drop_unused_inputs(program))
         entry = self.end.entry
+        program.inputs = entry.with_versions(program.inputs, program.epilogue, storages)
         changing = (FSDPStateGuard(entry.fsdp), entry.slot_guard)
         calls = self.recorder.calls.facts[: self.end.call_facts]
         program.facts = (*changing, *entry.facts, entry.observed.guard, *calls, *program.facts)
@@ -300,6 +310,7 @@ class JointRecording(StepRecording):
         inputs = [*builder.backward_inputs(), *saved]
         program = half.program(builder, cut.backward, inputs, [], None)
         storages = _storages(builder, drop_unused_inputs(program))
+        program.inputs = self.later.with_versions(program.inputs, program.epilogue, storages)
         assert self.expected is not None
         slots = [(n, s) for n, s in self.later.slots if self._uses_slot(program, s)]
         changing = (FSDPStateGuard(self.expected), self._slot_guard(slots))

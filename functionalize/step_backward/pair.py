@@ -81,6 +81,8 @@ class ForwardProgram(CachedProgram):
     text, sources: its ops as text, and the sources of its inputs; equal for equal forwards.
     parameters: the sources of the leaves that have a gradient, besides arguments.
     is_random: whether the graph draws random numbers. communicates: whether ranks run it together.
+    updated: of which calls backwards were recorded: of the first one since a parameter was written, of a later one.
+    trained: the sources of the parameters that this is about.
     rerun_of: the cached forward whose rerun was recorded as this program; None: this is a new recording.
     """
 
@@ -93,6 +95,8 @@ class ForwardProgram(CachedProgram):
     backwards: list[BackwardProgram] = field(default_factory=list)
     is_random: bool = False
     communicates: bool = False
+    updated: frozenset[bool] = frozenset()
+    trained: tuple[Source, ...] = ()
     rerun_of: ForwardProgram | None = None
 
     @property

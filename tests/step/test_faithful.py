@@ -343,3 +343,37 @@ def test_going_backward_from_a_replayed_output_is_refused() -> None:
 def test_a_pipeline_that_is_misspelt_is_told_at_once() -> None:
     with pytest.raises(fz.FunctionalizeError, match="nonsense"):
         fz.capture(lambda x: x, passes="nonsense")
+
+
+@pytest.mark.parametrize("passes", ["", "reinplace", "default"])
+def test_writes_to_data_beside_a_graph_of_eager(passes: str) -> None:
+    def gradients(capture: Any) -> Any:
+        torch.manual_seed(0)
+        model, found = nn.Linear(6, 5), []
+        model.register_buffer("mean", torch.zeros(5))
+
+        def step(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                model.weight.data.mul_(0.99)  # no version, so that graphs of eager may go backward
+                model.mean.add_(1)  # a version
+                return model(x)
+
+        captured = capture(step)
+        for i in range(STEPS):
+            x = batch(i).requires_grad_()
+            loss = model(x).square().sum() + (model.weight * x.sum()).sum()
+            versions = model.weight._version, model.mean._version
+            captured(batch(i + 100))
+            loss.backward()
+            found.append((x.grad, model.weight.grad.clone()))
+            assert model.weight._version == versions[0]
+            assert model.mean._version > versions[1]
+        return found, captured
+
+    (expected, _), (found, captured) = (
+        gradients(lambda f: f),
+        gradients(fz.capture(on_uncapturable="raise", passes=passes)),
+    )
+    for each, other in zip(found, expected, strict=True):
+        assert all(map(torch.equal, each, other))
+    assert captured.stats.replays >= 6, captured.explain()

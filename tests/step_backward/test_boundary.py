@@ -225,6 +225,46 @@ def test_two_forwards_before_one_backward() -> None:
     assert captured.stats.reruns == 0
 
 
+def test_gradients_emptied_between_forward_and_backward_of_every_second_microbatch() -> None:
+    def use(model: nn.Module, forward: Loss, i: int) -> Any:
+        losses = []
+        for microbatch in range(2):
+            loss = forward(batch(2 * i + microbatch))
+            if microbatch == 0:
+                model.zero_grad()
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    captured = compare(use, steps=12)
+    assert (captured.stats.captures, captured.stats.reruns) == (3, 0), captured.explain()
+    assert captured.stats.replays >= 18
+
+
+@pytest.mark.parametrize("beside", ["eager", "audited"])
+def test_statistics_that_eager_graphs_have_saved(beside: str) -> None:
+    def losses(capture: Any) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        forward, found = capture(lambda x: model(x).square().mean()), []
+        for _ in range(24):
+            x, y, z = torch.randn(3, 5, 4)
+            optimizer.zero_grad()
+            loss = (model(x).mean() if beside == "eager" else forward(x)) + forward(y) + forward(z)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.detach())
+        return [*found, *model.state_dict().values()], forward
+
+    (expected, _), (found, forward) = (
+        losses(lambda f: f),
+        losses(lambda f: fz.capture(f, backward=True)),
+    )
+    assert equal(found, expected)
+    assert forward.stats.replays >= 40 and forward.stats.audits >= 2, forward.explain()
+
+
 def test_hooks_on_parameters_run_once_and_outside() -> None:
     calls: list[list[Tensor]] = []
 
