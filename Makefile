@@ -4,10 +4,9 @@
 #   make test ARGS=tests                  all tests: without a path, the slow ones (marked `long`) are left out
 #   make test WORKERS=0                   in one process, without pytest-xdist
 #   make test TORCH=2.15.0                another torch, in an environment of its own: .venv-2.15.0
-#   make newest                           what CI runs on the newest torch
-#   make fuzz                             2,000 random programs at random sizes
+#   make newest PYTHON=python3.13         what CI runs on the newest torch and a newer Python
+#   make fuzz                             5,000 changed files, 2,000 random programs at random sizes
 #   make test PYTHON=python3.13           another interpreter, in an environment of its own: .venv-python3.13
-#   make newer PYTHON=python3.13          what CI runs on a newer Python
 
 DEFAULT := $(shell command -v python3.11 || command -v python3)
 PYTHON ?= $(DEFAULT)
@@ -22,6 +21,10 @@ ARGS ?=
 # Processes that run tests, a file at a time; 0: this one. Tests on ranks start processes of their own beside them.
 WORKERS ?= 2
 
+PARALLEL := $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist loadfile --no-loadscope-reorder)
+# Where another torch or another Python may be seen: they are tested as a whole where both are pinned.
+FOLDERS := fsdp laws discharge ir program recorder scalars calls state walk step util audit lengths late_sizes
+
 # Each of the processes that tests start would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -31,23 +34,20 @@ STAMP := $(VENV)/.installed
 PIP := if $(BIN)/python -c 'import pip' 2>/dev/null; then pip="$(BIN)/python -m pip"; \
 	else pip="python3 -m pip --python $(BIN)/python"; fi; $$pip
 
-.PHONY: demo test newest newer fuzz lint bench env clean
+.PHONY: demo test newest fuzz lint bench env clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist loadfile --no-loadscope-reorder) $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 newest:
 	$(MAKE) demo TORCH=$(NEWEST)
-	$(MAKE) test TORCH=$(NEWEST) ARGS="tests/fsdp tests/laws tests/discharge tests/ir tests/program tests/recorder tests/scalars tests/calls tests/state tests/walk tests/audit tests/lengths tests/late_sizes"
-
-newer:
-	$(MAKE) demo
-	$(MAKE) test ARGS="tests/fsdp tests/laws tests/scalars tests/calls tests/state tests/walk tests/step tests/util"
+	$(MAKE) test TORCH=$(NEWEST) ARGS="-m 'not long' $(addprefix tests/,$(FOLDERS))"
 
 fuzz: $(STAMP)
+	$(BIN)/python -m pytest $(PARALLEL) -m fuzz tests/program tests/templates
 	$(BIN)/python -m pytest tests/laws/test_sized_programs.py --fuzz-long
 
 lint: $(STAMP)

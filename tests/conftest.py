@@ -1,7 +1,8 @@
 """What every test gets: snapshots, hypothesis profiles, and a check that nothing stays patched.
 
 ``--fuzz-long`` makes the property tests draw many more examples, at random; without it they draw
-the same ones every time. Tests with the mark ``long`` run where a path or ``-m`` asks for them.
+the same ones every time. Tests with the mark ``long`` run where a path or ``-m`` asks for them, those with the mark
+``fuzz`` where ``-m fuzz`` does.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def pytest_configure(config: pytest.Config) -> None:
     is_whole = config.args_source is not pytest.Config.ArgsSource.ARGS
     if hasattr(config, "workerinput"):  # which has the paths as arguments in either case
         config.option.markexpr = config.workerinput["markexpr"]
-    elif is_whole and not config.option.markexpr:
-        config.option.markexpr = "not long"
+    elif "fuzz" not in (asked := config.option.markexpr):
+        asked = asked or ("not long" if is_whole else "")
+        config.option.markexpr = f"({asked}) and not fuzz" if asked else "not fuzz"
     settings.load_profile("long" if config.getoption("--fuzz-long") else "ci")
     settle_process()
     os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start

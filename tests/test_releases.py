@@ -62,4 +62,4 @@ def test_the_pythons() -> None:
     run = [each.rpartition(" ")[2] for each in classifiers if re.search(r":: 3\.\d+$", each)]
     assert run == [name for name in known if name != NOT_TO_BE_HAD]
     assert f"Python {known[0]} to {known[-1]}" in text("README.md")
-    assert "make newer" in text(".ci/run")
+    assert 'make newest PYTHON="$python"' in text(".ci/run")

@@ -514,13 +514,13 @@ def test_flipped_bits(folder: Path) -> None:
     assert sum(seen.values()) == 60 and seen["refused"] > 30
 
 
-@pytest.mark.long
+@pytest.mark.fuzz
 @pytest.mark.parametrize("start", range(10))
 def test_many_mutations(start: int, folder: Path) -> None:
     assert sum(child("mutations", folder, 500, start).values()) == 500
 
 
-@pytest.mark.long
+@pytest.mark.fuzz
 @pytest.mark.parametrize("start", range(4))
 def test_many_flipped_bits(start: int, folder: Path) -> None:
     assert sum(child("flips", folder, 500, start).values()) == 500
