@@ -122,12 +122,16 @@ def chain_of(source: Any) -> Iterator[Any]:
         source = getattr(source, "of", None)
 
 
+# Its own is raised, as by any write; or stays, as eager's did; or is raised with that of the tensor around it.
+VERSIONS = ("raised", "kept", "raised around")
+
+
 @dataclass(frozen=True, slots=True)
 class InputSpec:
     """One placeholder of the graph.
 
-    nbytes: the size of its storage on entry. keeps_version: whether its version counter stays as it is, though the
-    step writes to it.
+    nbytes: the size of its storage on entry. version: what a replay that writes to it does to version counters, one of
+    `VERSIONS`.
     """
 
     name: str
@@ -135,4 +139,4 @@ class InputSpec:
     nbytes: int
     device: torch.device
     source: Source
-    keeps_version: bool = False
+    version: str = "raised"

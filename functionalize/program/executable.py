@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from functionalize._compat.autograd import below_autograd, keeping_versions
+from functionalize._compat.autograd import below_autograd
 from functionalize._compat.bindings import without_function_modes
 from functionalize._compat.dispatch import is_profiling
 from functionalize._compat.graphs import pytree
@@ -33,6 +33,7 @@ from functionalize.ir.outputs import OutputBuilder, OutputRole, SourceItself, vi
 from functionalize.program.gloo_waits import added_waits
 from functionalize.program.known_inputs import KnownInputs
 from functionalize.program.metadata import Values, evaluate, read_provenance, tensors_of
+from functionalize.program.versions import Versions
 from functionalize.repeats import Repeats
 from functionalize.tape.notes import TapeNotes
 from functionalize.tape.ownership import OpPlaces, ownership_of
@@ -90,7 +91,7 @@ class Executable:
     _described: bool = field(default=False, repr=False)
     _run: Callable[..., Sequence[Any]] | None = field(default=None, repr=False)
     _random: bool = field(default=True, repr=False)
-    _unversioned: tuple[int, ...] = field(default=(), init=False, repr=False)
+    _versions: Versions = field(default_factory=lambda: Versions(()), init=False, repr=False)
     _builder: OutputBuilder | None = field(default=None, init=False, repr=False)
     _rebuild: Callable[[list[Any]], Any] | None = field(default=None, init=False, repr=False)
     _repeats: Repeats | None = field(default=None, init=False, repr=False)
@@ -275,12 +276,12 @@ class Executable:
         would in eager; so does one after the `commit` of a graph at stage INPLACE.
         """
         self.prepare()
-        kept = tuple([call.inputs[i] for i in self._unversioned])
-        with torch.no_grad(), keeping_versions(kept) if kept else nullcontext():
+        with torch.no_grad(), self._versions.kept(call.inputs):
             with generators_restored_on_error() if self._random else nullcontext():
                 results = self.results(call, vote, writes=True)
                 call.committed = True
                 homes = apply_epilogue(self.epilogue, call.inputs, results, self._whole())
+                self._versions.raise_around(call)
             if self._builder is None or self._builder.roles is not self.outputs:
                 self._builder = OutputBuilder(self.outputs)
                 self._rebuild = rebuilder(self.out_spec)
@@ -367,7 +368,7 @@ class Executable:
         """
         if self._run is None:
             self._random = any(is_random(n) for n in self.graph.nodes)
-            self._unversioned = tuple(i for i, s in enumerate(self.inputs) if s.keeps_version)
+            self._versions = Versions(self.inputs)
             self._run = self.runner(self) if self.runner else self._interpreted
         if is_profiling() and (with_ranges := getattr(self._run, "with_ranges", None)) is not None:
             found: Callable[..., Sequence[Any]] = with_ranges(self)

@@ -144,7 +144,8 @@ class Places:
     slots: the places that may hold a gradient.
     widest: for each storage, name, source and geometry of the widest tensor on it.
     shared: for each storage, every place that holds a tensor on it.
-    versions: for each storage, the object that is the widest tensor on it, and its version counter.
+    versions: for each storage, the objects that are the widest tensor on it and the one around that, with their version
+    counters.
     """
 
     roots: Roots
@@ -152,7 +153,7 @@ class Places:
     slots: list[tuple[str, Slot]]
     widest: dict[int, tuple[str, Source, TensorRef]]
     shared: dict[int, list[AliasPlace]]
-    versions: dict[int, tuple[int, int]]
+    versions: dict[int, list[tuple[int, int]]]
 
     @staticmethod
     def now(
@@ -169,7 +170,7 @@ class Places:
         held = list(slots(roots, found))
         widest: dict[int, tuple[str, Source, TensorRef]] = {}
         shared: dict[int, list[AliasPlace]] = {}
-        versions: dict[int, tuple[int, int]] = {}
+        at_entry, versions = Call(leaves, []), {}
         for name, source, tensor in candidates(roots, leaves, held):
             if live and type(source) is Held and live.has(source):
                 source = MovedPlace(source.container, source.key)
@@ -181,22 +182,27 @@ class Places:
             place = _new_tuple(AliasPlace, (name, source, geometry, address(tensor)))
             if before is None:
                 widest[serial], shared[serial] = (name, source, ref), [place]
-                versions[serial] = place.tensor, version_of(tensor)
+                versions[serial] = _versions(source, tensor, at_entry)
                 continue
             shared[serial].append(place)
             if geometry.end > before[2].geometry.end:
                 widest[serial] = (name, source, ref)
-                versions[serial] = place.tensor, version_of(tensor)
+                versions[serial] = _versions(source, tensor, at_entry)
         return Places(roots, leaves, held, widest, shared, versions)
 
-    def keeps_version(self, serial: int) -> bool:
-        """Whether the version counter of the widest tensor on a storage is what it was."""
-        before = self.versions.get(serial)
+    def version(self, serial: int) -> str:
+        """What the step has done to the version counter of the widest tensor on a storage: one of `VERSIONS`."""
+        before, call = self.versions.get(serial), Call(self.leaves, [])
         if before is None:
-            return False
-        now = self.widest[serial][1].resolve(Call(self.leaves, []))
-        is_tensor = isinstance(now, Tensor) and not now.is_inference()
-        return is_tensor and (address(now), version_of(now)) == before
+            return "raised"
+        source = self.widest[serial][1]
+        now = _versions(source, source.resolve(call), call)
+        is_same = [address for address, _ in before] == [address for address, _ in now]
+        if not is_same or any(count < 0 for _, count in now):
+            return "raised"
+        if len(now) > 1 and now[1] != before[1]:
+            return "raised around"
+        return "kept" if now[0] == before[0] else "raised"
 
     def early(self) -> set[int]:
         """The storages of tensor arguments, and of buffers that hold a few numbers: pointers, counters, flags."""
@@ -205,6 +211,14 @@ class Places:
             for storage, (_, source, ref) in self.widest.items()
             if isinstance(source, Argument) or _is_number_in_buffer(source, ref)
         }
+
+
+def _versions(source: Source, tensor: Any, call: Call) -> list[tuple[int, int]]:
+    """A tensor and, if autograd may save it, the one around it: their addresses and version counters."""
+    found = [tensor]
+    if type(source) is Inner and (outer := source.of.resolve(call)).requires_grad:
+        found.append(outer)
+    return [(address(each), version_of(each)) for each in found if isinstance(each, Tensor)]
 
 
 def _is_number_in_buffer(source: Source, ref: TensorRef) -> bool:

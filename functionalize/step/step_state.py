@@ -211,17 +211,13 @@ class EntryState:
     def with_versions(
         self, inputs: Sequence[InputSpec], epilogue: Sequence[Action], storages: Sequence[int]
     ) -> tuple[InputSpec, ...]:
-        """The inputs of a program, and which of those that it writes keep their version counters.
+        """The inputs of a program, with what the step has done to the version counters of those that it has written.
 
-        Batch norm writes its statistics so, and whatever writes to `.data`. Autograd compares the counters of what
-        eager graphs have saved, and such a graph may be older than the replay, and go backward after it.
         storages: the serial numbers of the storages of the first inputs.
         """
         written = {action.input for action in epilogue if action.input < len(storages)}
         return tuple(
-            replace(spec, keeps_version=True)
-            if i in written and self.places.keeps_version(storages[i])
-            else spec
+            replace(spec, version=self.places.version(storages[i])) if i in written else spec
             for i, spec in enumerate(inputs)
         )
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
@@ -377,3 +378,36 @@ def test_writes_to_data_beside_a_graph_of_eager(passes: str) -> None:
     for each, other in zip(found, expected, strict=True):
         assert all(map(torch.equal, each, other))
     assert captured.stats.replays >= 6, captured.explain()
+
+
+def test_a_graph_of_eager_through_a_wrapped_parameter_that_a_replay_writes() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(TwoTensor(torch.ones(3, 3), torch.ones(3, 3)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight
+
+    model = Wrapped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @fz.capture(on_uncapturable="raise")
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def wrapped() -> Tensor:
+        return TwoTensor(torch.ones(3, 3), torch.ones(3, 3))
+
+    for _ in range(6):
+        before = model(wrapped().requires_grad_()).sum()
+        version = model.weight._version
+        step(wrapped())
+        assert model.weight._version > version
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            before.backward()
+    assert step.stats.replays >= 3, step.explain()
