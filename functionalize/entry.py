@@ -54,14 +54,15 @@ def capture(
     memory: record the lifetimes of storages, for `step.memory`, and the module of each op.
     audit: which calls run for real and are compared with the program: "auto" (a schedule with ever longer distances),
     a number n (every n-th call; 1: all), False (none), "raise" ("auto", and a difference raises `AuditError`). A
-    difference drops the program and is logged, see `docs/capture.md`. With `backward` the forward alone is compared.
+    difference drops the program and is logged, see `docs/capture/audits.md`.
     allowance: what the step may cost beyond eager, in eager steps, besides 5 % of its calls and what replays return:
-    `docs/capture.md`. None: any, so every call that no program covers is recorded at once, as with `backward`.
-    dynamic: once three calls that differ in sizes only were recorded, predict the programs for other sizes. The first
-    call of new sizes is replayed where it is known that nothing decides by them otherwise, else it runs for real and is
-    compared with its program. With a number n one in n is compared in any case (True: 8; 1: all). With "auto" this
-    begins at the second recorded size of a kind of call, and never with `memory`, `compile` or `backward`. False: each
-    size has a program of its own. See `docs/capture.md`.
+    `docs/capture/recording.md`. None: any, so every call that no program covers is recorded at once, as with
+    `backward`.
+    dynamic: once two or three calls that differ in sizes only were recorded, predict the programs for other sizes. The
+    first call of new sizes is replayed where it is known that nothing decides by them otherwise, else it runs for real
+    and is compared with its program. With a number n one in n is compared in any case (True: 8; 1: all). With "auto"
+    this begins at the second recorded size of a kind of call, and never with `memory`, `compile` or `backward`. False:
+    each size has a program of its own. See `docs/capture/lengths.md`.
     Exceptions of the step propagate unchanged. Raises `ValueError` for an unknown mode, for `memory` with `backward`,
     and for `dynamic=True` or a number with `memory` or `compile`.
     """

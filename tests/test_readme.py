@@ -22,7 +22,7 @@ from tests.planner.cli.entry import Command, command
 __all__ = ["command"]  # a fixture
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 
 def printed_by(code: str, names: dict[str, object], source: str = "README.md") -> str:
@@ -108,7 +108,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", (*PAGES, ROOT / "CHANGELOG.md"), ids=lambda page: page.name)
 def test_every_relative_link_leads_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", text):
@@ -133,6 +133,14 @@ def test_every_file_and_module_that_a_page_names_exists(page: Path) -> None:
         assert known or importlib.util.find_spec(name) is not None, name
 
 
+def test_the_page_about_use_is_short_and_leads_to_every_page_of_the_reference() -> None:
+    text = (ROOT / "docs" / "capture.md").read_text()
+    assert len(text.splitlines()) <= 200
+    listed = re.findall(r"\]\((capture/\w+\.md)\)", text.partition("## Reference\n")[2])
+    pages = (ROOT / "docs" / "capture").glob("*.md")
+    assert sorted(listed) == sorted(f"capture/{page.name}" for page in pages)
+
+
 def test_every_error_has_a_line_on_its_page() -> None:
     described = re.findall(
         r"^\| `(\w+)` \|", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE
@@ -142,7 +150,7 @@ def test_every_error_has_a_line_on_its_page() -> None:
     assert sorted(described) == sorted(kinds - bases)
 
 
-@pytest.mark.parametrize("page", ["functions", "lazy"])
+@pytest.mark.parametrize("page", ["capture", "functions", "lazy"])
 def test_the_code_of_a_page_prints_what_the_page_says(page: str) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text()
     parts = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", text, re.DOTALL)

@@ -1,8 +1,8 @@
 """The plan of every call is the intended one: random streams of calls against a model of the policy, written here.
 
-The model knows the words of `docs/capture.md`: kinds of calls that come too seldom, answers that return, the ledger,
-rests. It takes from the step only whether a call has looked at all guards, which takes time, and, of a step that rests,
-whether a program could be asked without a look.
+The model knows the words of `docs/capture/recording.md`: kinds of calls that come too seldom, answers that return, the
+ledger, rests. It takes from the step only whether a call has looked at all guards, which takes time, and, of a step
+that rests, whether a program could be asked without a look.
 """
 
 from __future__ import annotations
