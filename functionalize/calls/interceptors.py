@@ -48,7 +48,11 @@ class Repeated(NamedTuple):
 
 
 class Interceptor(Protocol):
-    """What is particular about one function."""
+    """What is particular about one function.
+
+    Some have `of_own_code`: calls by libraries are not noted. Some have `for_original(frame, args, keywords)`: the
+    arguments with which an interceptor calls the function.
+    """
 
     def repeated(
         self, recording: CallRecorder, frame: FrameType, original: Any, args: Any, keywords: Any
@@ -99,6 +103,10 @@ class Interceptors:
         found = [r for r in recorders if r.checks.for_real and not r.checks.in_effect]
         step = self._step_of(frame) if found else None
         call = _Call(args, keywords, recorders)
+        if (for_original := getattr(of, "for_original", None)) is not None:
+            call.args, call.keywords = for_original(frame, args, keywords)
+        if step is not None and not step.is_own and hasattr(of, "of_own_code"):
+            step = None
         if step is not None:
             line = line_of_frame(step.named)
             repeated: Repeated | str | None = what

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from functionalize.calls.printing import PrintInterceptor
 from functionalize.calls.progress import bar_patches, methods
 from functionalize.calls.repeat import repeated_functions
 from functionalize.calls.schedulers import SchedulerInterceptor, scheduler_patches, stepping_classes
+from functionalize.calls.warned import WarningInterceptor
 
 
 def repeated_calls() -> Iterator[tuple[Any, str, str, Interceptor]]:
@@ -23,6 +25,7 @@ def repeated_calls() -> Iterator[tuple[Any, str, str, Interceptor]]:
         yield kind, "step", "steps a scheduler", SchedulerInterceptor()
     for name, interceptor in log_interceptors():
         yield logging.Logger, name, "logs", interceptor
+    yield warnings, "warn", "warns", WarningInterceptor()
     yield from methods()
     yield repeated_functions()
 

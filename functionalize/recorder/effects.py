@@ -25,9 +25,9 @@ not read, in a method that is found by a computed name, or in a function that th
 
 Note [Whose effect]
 The innermost frame that is not Python's own decides. An effect of torch's compilers, FSDP2 and this library is not the
-step's. Nor is one of an import, or of `warnings.warn`: eager imports once and shows a warning once. Under a function
-that is cached (`functools.cache`: "log this once") the effect does not refuse the step: the call is recorded once
-more, and a program is kept only if its own recording had no effect.
+step's. Nor is one of an import, which eager does once, or one inside of `warnings.warn`, which a replay repeats. Under
+a function that is cached (`functools.cache`: "log this once") the effect does not refuse the step: the call is recorded
+once more, and a program is kept only if its own recording had no effect.
 
 Invariants: the step's own calls run as in eager, exceptions included. Outside of recordings an audit event costs the
 look-up of its name, and no profile function is set. A profile function of the user stays.

@@ -33,6 +33,7 @@ from functionalize.calls.schedulers import (
     SchedulerNumber,
     SchedulerStepped,
 )
+from functionalize.calls.warned import Warned
 from functionalize.errors import FunctionalizeError, LoadError, SaveError
 from functionalize.ir.outputs import Constant
 from functionalize.program.field_types import checked
@@ -49,11 +50,16 @@ from functionalize.walk.parts import Held
 _NUMBERS = (int, float)
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _STREAMS = ("stdout", "stderr")
+_WARNINGS: dict[Any, type[Warning]] = {
+    name: each
+    for name, each in vars(builtins).items()
+    if isinstance(each, type) and issubclass(each, Warning)
+}
 _OF_PRINT = frozenset({"sep", "end", "flush"})
 # Effects that are saved or refused by name; all others are calls.
 NAMED_EFFECTS = (
     *(Assigned, Appended, HyperparameterSet, Draws, GeneratorSet),
-    *(Printed, Logged, SchedulerStepped, SchedulerAssigned, LateRead),
+    *(Printed, Logged, Warned, SchedulerStepped, SchedulerAssigned, LateRead),
 )
 
 
@@ -93,6 +99,7 @@ def effect_forms(names: Names, fn: Callable[..., Any]) -> list[Form]:
         Form(StreamFact, lambda fact: (fact.name,), lambda name: StreamFact(*_stream(name))),
         Form(Printed, lambda printed: (printed.form, printed.stream), _load_printed),
         *_forms_of_loggers(names),
+        Form(Warned, _save_warned, _load_warned),
         plain_form(SchedulerNumber),
         plain_form(SchedulerFact),
         plain_form(SchedulerAssigned),
@@ -237,6 +244,18 @@ def _check_call(form: Any, keywords: Iterable[str]) -> None:
         known = False
     if not known:
         raise LoadError("makes a call with arguments that it does not take: damaged")
+
+
+def _save_warned(warned: Warned) -> tuple[Any, ...]:
+    name = warned.category.__name__
+    if _WARNINGS.get(name) is not warned.category:
+        raise SaveError(f"warns by `{name}`, a class that is not Python's own: use one that is")
+    return name, warned.file, warned.line, warned.module, warned.form
+
+
+def _load_warned(name: Any, *values: Any) -> Warned:
+    _check_call(values[-1], ())
+    return Warned(*checked(Warned, (_WARNINGS.get(name), *values, "warns")))
 
 
 def _forms_of_loggers(names: Names) -> list[Form]:

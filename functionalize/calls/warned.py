@@ -1,0 +1,109 @@
+"""`warnings.warn` in a step: a replay warns again, as the line that has warned.
+
+    warnings.warn(f"loss {loss.item():.3f}")
+    warnings.warn("no mask", RuntimeWarning, stacklevel=2)
+
+Filters are those of the replay, and what was shown already is what that line's module says: by default a text is shown
+once. Warnings of libraries are shown while the step is recorded, and not by replays: most are about how a function
+is called, which does not change.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from functionalize.calls.call_arguments import ArgumentForm, CallArguments
+from functionalize.calls.call_log import CallRecorder
+from functionalize.calls.interceptors import Repeated
+from functionalize.ir.inputs import Call
+from functionalize.util.user_stack import is_own
+
+_NAMES = ("message", "category", "stacklevel", "source")
+_MESSAGE, _CATEGORY, _LEVEL = range(len(_NAMES) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """A warning. file, line, module: of the line that has warned."""
+
+    category: type[Warning]
+    file: str
+    line: int
+    module: str
+    form: ArgumentForm
+    what: str = "warns"
+
+    def repeat(self, call: Call, value: Any) -> None:
+        """Warn with the numbers of a replay."""
+        (message,), _ = self.form.filled(value[1])
+        module = sys.modules.get(self.module)
+        shown = {} if module is None else vars(module).setdefault("__warningregistry__", {})
+        warnings.warn_explicit(message, self.category, self.file, self.line, self.module, shown)
+
+
+class WarningInterceptor:
+    """See `Interceptor`."""
+
+    of_own_code = True
+
+    def for_original(
+        self, frame: FrameType, args: Sequence[Any], keywords: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """The arguments with which an interceptor calls `warnings.warn`: there are more frames than in eager."""
+        level = args[_LEVEL] if len(args) > _LEVEL else keywords.get("stacklevel", 1)
+        if not isinstance(level, int):
+            return args, keywords
+        level += 1 + _found(frame, level)[1]
+        if len(args) > _LEVEL:
+            return (*args[:_LEVEL], level, *args[_LEVEL + 1 :]), keywords
+        return args, {**keywords, "stacklevel": level}
+
+    def repeated(
+        self, recording: CallRecorder, frame: FrameType, original: Any, args: Any, keywords: Any
+    ) -> Repeated | str | None:
+        given = dict(zip(_NAMES, args, strict=False)) | keywords
+        is_made = bool(args) and isinstance(args[_MESSAGE], Warning)
+        category = type(args[_MESSAGE]) if is_made else given.get("category") or UserWarning
+        where = _place(frame, given.get("stacklevel", 1))
+        is_known = given.keys() <= {*_NAMES} and isinstance(category, type)
+        if not args or not is_known or where is None:
+            return None
+        # A text inside of a `Warning` is guarded where it is made: it is no argument of this call.
+        message, first = ((str(args[_MESSAGE]),), len(_NAMES)) if is_made else (args[:1], 0)
+        found = CallArguments.of(recording, frame, message, {}, first)
+        if isinstance(found, str):
+            return None
+        shown = args[:1] if is_made else found.plain[0]
+        plain = self.for_original(frame, (*shown, *args[_CATEGORY:]), keywords)
+        effect = Warned(category, *where, found.form)
+        return Repeated(effect, CallArguments(found.form, found.values, plain))
+
+
+def _place(frame: FrameType, level: Any) -> tuple[str, int, str] | None:
+    """File, line and module of the line that warns; None: it is in no module."""
+    found = _found(frame, level)[0] if isinstance(level, int) else None
+    if found is None:
+        return None
+    name = found.f_globals.get("__name__")
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    if module is None or vars(module) is not found.f_globals:
+        return None
+    return found.f_code.co_filename, found.f_lineno, module.__name__
+
+
+def _found(frame: FrameType, level: int) -> tuple[FrameType | None, int]:
+    """The frame that a `stacklevel` means, and how many of ours it leaves out, which eager does not have."""
+    found: FrameType | None = frame
+    ours = 0
+    while found is not None and (level > 1 or is_own(found.f_code.co_filename)):
+        if is_own(found.f_code.co_filename):
+            ours += 1
+        else:
+            level -= 1
+        found = found.f_back
+    return found, ours
