@@ -196,7 +196,10 @@ class Places:
         if before is None:
             return "raised"
         source = self.widest[serial][1]
-        now = _versions(source, source.resolve(call), call)
+        try:
+            now = _versions(source, source.resolve(call), call)
+        except (LookupError, AttributeError):  # the step has left something else there
+            return "raised"
         is_same = [address for address, _ in before] == [address for address, _ in now]
         if not is_same or any(count < 0 for _, count in now):
             return "raised"

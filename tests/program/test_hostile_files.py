@@ -506,7 +506,7 @@ def test_constants_keep_their_bits_their_strides_and_their_storage(tmp_path: Pat
 
 def test_mutations(folder: Path) -> None:
     seen = child("mutations", folder, 60, 11)
-    assert sum(seen.values()) == 60 and seen["refused"] > 20 and seen["equal"] > 3
+    assert sum(seen.values()) == 60 and seen["refused"] > 20 and seen["equal"] > 0
 
 
 def test_flipped_bits(folder: Path) -> None:
