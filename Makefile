@@ -23,7 +23,7 @@ WORKERS ?= 2
 
 PARALLEL := $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist loadfile --no-loadscope-reorder)
 # Where another torch or another Python may be seen: they are tested as a whole where both are pinned.
-FOLDERS := fsdp laws discharge ir program recorder scalars calls state walk step util audit lengths late_sizes
+FOLDERS := fsdp laws discharge recorder scalars calls state walk step audit
 
 # Each of the processes that tests start would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
