@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Container, Iterable
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
@@ -35,7 +36,7 @@ class CallLog:
     assigned: numbers that the step has assigned to schedulers, by id of the scheduler and name.
     draws: see `draws.py`; None if generators of Python are not looked at.
     hyperparameters: the live ones, see `state/hyperparameters.py`; None where optimizers were not searched for.
-    streams: `sys.stdout` and `sys.stderr` when the step began.
+    streams: `sys.stdout` and `sys.stderr` when the step began. filters: those of `warnings`, and what shows one.
     own_generators: the `torch.Generator`s from which the step may draw.
     were_made: whether a replay of this call has made its calls already, which this run of it only notes.
     read_state: what the step reads in Python now, with a method `change`; None where nothing was searched.
@@ -49,6 +50,7 @@ class CallLog:
         "communicates",
         "draws",
         "facts",
+        "filters",
         "hyperparameters",
         "own_generators",
         "quiet_ops",
@@ -70,6 +72,7 @@ class CallLog:
         self.own_generators = OwnGenerators()
         self.hyperparameters: Any = None
         self.streams = (sys.stdout, sys.stderr)
+        self.filters = (warnings.filters, warnings.showwarning)
         self.read_state: Callable[[], Any] | None = None
         self._before: Any = None
         self._passed: set[int] | None = None

@@ -4,8 +4,8 @@
     warnings.warn("no mask", RuntimeWarning, stacklevel=2)
 
 Filters are those of the replay, and what was shown already is what that line's module says: by default a text is shown
-once. Warnings of libraries are shown while the step is recorded, and not by replays: most are about how a function
-is called, which does not change.
+once. Not repeated: a warning inside of a `catch_warnings` of the step, and one of a library. These are shown while the
+step is recorded; most are about how a function is called, which does not change.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class WarningInterceptor:
         category = type(args[_MESSAGE]) if is_made else given.get("category") or UserWarning
         where = _place(frame, given.get("stacklevel", 1))
         is_known = given.keys() <= {*_NAMES} and isinstance(category, type)
-        if not args or not is_known or where is None:
+        now = warnings.filters, warnings.showwarning
+        is_filtered = any(a is not b for a, b in zip(now, recording.calls.filters, strict=True))
+        if not args or not is_known or where is None or is_filtered:
             return None
         # A text inside of a `Warning` is guarded where it is made: it is no argument of this call.
         message, first = ((str(args[_MESSAGE]),), len(_NAMES)) if is_made else (args[:1], 0)

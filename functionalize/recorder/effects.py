@@ -112,9 +112,18 @@ _SAVES = {"write_record", "write_end_of_file"}  # of torch's writer of archives
 _STREAMS = {"write", "writelines", "truncate"}
 _DUMPING = {"_pickle", "marshal"}
 _ROWS = {"writerow", "writerows"}
+# What changes a setting of the whole process that no guard reads, by the name of the module in C.
+_OF_PROCESS = {
+    os.name: {"chdir", "fchdir", "umask", "nice", "setpriority"},
+    "sys": {"setrecursionlimit", "setswitchinterval"},
+    "gc": {"enable", "disable", "set_threshold", "set_debug", "freeze", "unfreeze"},
+    "_signal": {"signal", "setitimer", "alarm", "siginterrupt", "set_wakeup_fd"},
+    "_locale": {"setlocale"},
+}
 _C_FUNCTIONS = CLOCKS.union(
     {"dump", "locals", "print", "tofile"},
     *(_DESCRIPTORS, _SENDS, _SQL, _THREADS, _SAVES, _STREAMS, _ROWS),
+    *_OF_PROCESS.values(),
 )
 
 # Methods in Python that leave an effect to another thread or process, or have it at some of their calls only.
@@ -332,6 +341,9 @@ def _call_text(function: Any) -> str | None:
 def _function_text(module: str, name: str) -> str | None:
     if name == "dump":
         return f"calls {module.removeprefix('_')}.dump" if module in _DUMPING else None
+    if name in _OF_PROCESS.get(module, ()):
+        owner = "os" if module == os.name else module.removeprefix("_")
+        return f"changes a setting of the process by {owner}.{name}"
     if module == "builtins":
         return "prints" if name == "print" else None
     if module == "_thread":

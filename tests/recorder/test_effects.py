@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import csv
 import functools
+import gc
 import importlib
 import io
 import logging
@@ -12,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import signal
 import socket
 import sqlite3
 import subprocess
@@ -98,6 +100,17 @@ EFFECTS: list[tuple[Effect, str]] = [
     (lambda: os.system("true"), "calls os.system (`true`) at "),
     (lambda: database(), "calls sqlite3.connect (`:memory:`) at "),
     (lambda: threading.Thread(target=int).start(), "starts a thread at "),
+    (lambda: os.chdir("."), "changes a setting of the process by os.chdir at "),
+    (lambda: os.umask(os.umask(0)), "changes a setting of the process by os.umask at "),
+    (lambda: gc.enable(), "changes a setting of the process by gc.enable at "),
+    (
+        lambda: sys.setrecursionlimit(sys.getrecursionlimit()),
+        "changes a setting of the process by sys.setrecursionlimit at ",
+    ),
+    (
+        lambda: signal.signal(signal.SIGUSR1, signal.getsignal(signal.SIGUSR1)),
+        "changes a setting of the process by signal.signal at ",
+    ),
 ]
 
 
