@@ -17,9 +17,11 @@ import torch.autograd.forward_ad as forward_ad
 from torch._functorch.autograd_function import custom_function_call
 
 from functionalize._compat.dispatch import disable_current_modes
+from functionalize._compat.fast_guards import plain_reads
 
 __all__ = ["custom_function_call"]  # names of torch that are used elsewhere
 
+_version: Any = operator.attrgetter("_version")
 _KINDS = torch._C.DispatchKey
 _AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
 _AUTOCAST = tuple(name for name in dir(_KINDS) if name.startswith("Autocast"))
@@ -43,10 +45,31 @@ def version_of(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def keeping_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+def versions_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """The version counters of tensors, see `version_of`; in a fraction of the time, for hundreds of them."""
+    try:
+        with plain_reads():
+            return tuple(map(_version, tensors))
+    except RuntimeError:
+        return tuple(map(version_of, tensors))
+
+
+class KeptVersions:
     """A context whose writes leave the version counters of these tensors as they are (torch 2.11 to 2.15)."""
-    counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
-    return torch.autograd._unsafe_preserve_version_counter(counted)
+
+    __slots__ = ("_tensors", "_versions")
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors, self._versions = tuple(tensors), versions_of(tensors)
+        if -1 in self._versions:
+            self._tensors = tuple(t for t in tensors if not t.is_inference())
+            self._versions = versions_of(self._tensors)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._autograd._unsafe_set_version_counter(self._tensors, self._versions)
 
 
 BACKWARD, RECOMPUTE = "backward", "recompute"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functionalize._compat.autograd import keeping_versions
+from functionalize._compat.autograd import KeptVersions
 from functionalize.ir.inputs import Call, InputSpec
 
 _NOTHING = nullcontext()
@@ -42,7 +42,7 @@ class Versions:
 
     def kept(self, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
         """A context in which writes leave the counters that eager leaves."""
-        return keeping_versions([inputs[i] for i in self._kept]) if self._kept else _NOTHING
+        return KeptVersions([inputs[i] for i in self._kept]) if self._kept else _NOTHING
 
     def raise_around(self, call: Call) -> None:
         """Raise the counters of the tensors around inputs, as writes by their own ops do."""

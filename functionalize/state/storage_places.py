@@ -30,6 +30,7 @@ from functionalize.state.sources import (
     Gradient,
     Inner,
     ModuleTensor,
+    OptimizerState,
     Slot,
     candidates,
     module_tensors,
@@ -196,6 +197,8 @@ class Places:
         if before is None:
             return "raised"
         source = self.widest[serial][1]
+        if type(source.of if type(source) is Inner else source) is OptimizerState:
+            return "raised"  # no graph of eager has saved one
         try:
             now = _versions(source, source.resolve(call), call)
         except (LookupError, AttributeError):  # the step has left something else there

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from operator import attrgetter
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from functionalize._compat.autograd import keeping_versions, version_of
-from functionalize._compat.fast_guards import plain_reads
+from functionalize._compat.autograd import KeptVersions, version_of, versions_of
 from functionalize.errors import GuardError, InvariantError
 from functionalize.ir.epilogue import Copy, alias
 from functionalize.ir.generators import generator_states, set_generators
@@ -73,7 +71,7 @@ class ReplayedForward:
         """Keep the values that the program saved, and the versions of the inputs at this time."""
         self._saved = list(saved)
         self._held = [t for t in (*self._call.inputs, *self._leaves) if isinstance(t, Tensor)]
-        self._versions = dict(zip(map(id, self._held), _versions(self._held), strict=True))
+        self._versions = dict(zip(map(id, self._held), versions_of(self._held), strict=True))
 
     def inputs(self) -> list[Tensor]:
         """The inputs of the autograd node: arguments and parameters that require a gradient."""
@@ -168,7 +166,7 @@ class ReplayedForward:
         """Raise if an argument or parameter that the backward reads was written since the forward."""
         tensors = [(i, call.inputs[i]) for i in backward.unwritten]
         known = [(i, tensor) for i, tensor in tensors if id(tensor) in self._versions]
-        for (i, tensor), now in zip(known, _versions([t for _, t in known]), strict=True):
+        for (i, tensor), now in zip(known, versions_of([t for _, t in known]), strict=True):
             if now != self._versions[id(tensor)]:
                 raise RuntimeError(_WRITTEN.format(f"`{backward.program.inputs[i].name}`"))
 
@@ -229,7 +227,7 @@ class ReplayedForward:
         written = {id(tensor) for tensor, _ in self._written()}
         for spec, tensor in zip(program.inputs, self._call.inputs, strict=True):
             known = self._versions.get(id(tensor))
-            if known is not None and id(tensor) not in written and [known] != _versions([tensor]):
+            if known is not None and id(tensor) not in written and known != version_of(tensor):
                 return f"`{spec.name}` was written since"
         return None
 
@@ -255,17 +253,5 @@ class ReplayedForward:
     def _write(self, values: Sequence[Tensor]) -> None:
         for (tensor, _), value in zip(self._overwritten, values, strict=True):
             # Autograd may have saved the tensor for its geometry only: its version counter must not change.
-            with torch.no_grad(), keeping_versions([tensor]):
+            with torch.no_grad(), KeptVersions([tensor]):
                 tensor.copy_(value)
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """The version counters of tensors; -1 for tensors of inference mode, which have none."""
-    try:
-        with plain_reads():
-            return list(map(_version, tensors))
-    except RuntimeError:
-        return list(map(version_of, tensors))
-
-
-_version: Any = attrgetter("_version")
