@@ -375,7 +375,11 @@ class CapturedStep:
                 return self._run_eagerly(args, kwargs)
             if core.policy.may_rest and self._rests():
                 return self._run_eagerly(args, kwargs)
-            if EVERY_CALL in core.refused and not core.options.raises:
+            if (
+                EVERY_CALL in core.refused
+                and not core.options.raises
+                and core.refusal(EVERY_CALL) is not None
+            ):
                 return self._run_eagerly(args, kwargs)
             turn = TURNS.take(self._turn_patience)
             if turn is None:
@@ -396,7 +400,7 @@ class CapturedStep:
         key = key_of(leaves, spec) if hooks.state is None else self._key_with_state(leaves, spec)
         call = Invocation(args, kwargs, leaves, spec, core.sizes.of(key, leaves))
         if core.refused:
-            refused = core.refused.get(call.key) or core.refused.get(EVERY_CALL)
+            refused = core.refusal(call.key)
             if refused is not None:
                 self._last_plan = LastPlan(call.key, Eager)
                 return self._run_refused(refused, args, kwargs)

@@ -7,6 +7,12 @@
 
 A part (`Audits`, `PassSchedule`, `Predictions`, what is particular to a kind of step) holds the core, and no step.
 Invariant: ranks that vote change what they share in the same calls, in the same way.
+
+Note [Tried again]
+What a step does at its first calls need not be what it does later: a history grows until it is full, a cache is filled,
+an object is made. So a kind of call that was refused is tried again after 32 of its calls, then after twice as many
+each time, if the ledger pays for the recording. Not tried again: where refusals are raised, where ranks vote, and
+captured forwards among ranks, whose recordings no other rank would wait for.
 """
 
 from __future__ import annotations
@@ -33,12 +39,15 @@ from functionalize.step.stages import Invocation
 from functionalize.step.stats import Stats
 from functionalize.step.step_state import EntryState
 from functionalize.step.vote import RankVote, VoteAfterGraph
+from functionalize.util.process_groups import has_ranks
+from functionalize.util.text import without_numbers
 from functionalize.util.user_warning import warn_uncapturable
 from functionalize.walk.live_places import NO_PLACES
 
 log = logging.getLogger("functionalize")
 _SAVES_FOR = 64  # calls
 EVERY_CALL = object()  # the key of a refusal that holds for calls of every kind
+_TRIED_AGAIN, _MOST_REFUSED = 32, 8192  # calls after a refusal
 _DIFFERS = (
     "{} runs eagerly where {}: recordings of calls that differ there were of no use, or cost more than it may spend by "
     "now. A call is recorded again if it has come before, or once that is paid. If this differs at every call, let ops "
@@ -56,9 +65,9 @@ class StepCore:
     """One captured step, for its parts.
 
     fn: the callable. name: of the step, in messages. sizes: which sizes ops make of arguments. unkept: by key, the
-    recordings that were not kept. unsettled: the misses whose recordings were not. refused: by key. varying:
-    hyperparameters that have changed. vote: None: the ranks need none. after: the vote of this call's replay, once its
-    graph has run. records_missed: whether this call is recorded if its replay misses.
+    recordings that were not kept. unsettled: the misses whose recordings were not. refused: by key, see `refusal`.
+    varying: hyperparameters that have changed. vote: None: the ranks need none. after: the vote of this call's replay,
+    once its graph has run. records_missed: whether this call is recorded if its replay misses.
     hooks_run_outside: whether autograd runs the hooks of plain parameters after a replay. goes_outside: whether it is
     the backward of a graph of the caller's.
     """
@@ -75,6 +84,9 @@ class StepCore:
         self.unkept: dict[Hashable, Unkept] = {}
         self.unsettled = UnsettledMisses(self.name)
         self.refused: dict[Hashable, FunctionalizeError] = {}
+        self._left: dict[Hashable, int] = {}  # calls of a refused kind until it is tried again
+        self._refusals: Counter[Hashable] = Counter()  # how often a kind was refused
+        self._told: set[str] = set()  # the refusals that the user knows
         self.varying: frozenset[Key] = frozenset()
         self.vote: RankVote | None = None
         self.after: VoteAfterGraph | None = None
@@ -167,16 +179,37 @@ class StepCore:
             # A `Miss` is a text with a question, which no process can unpickle.
             self.stats.missed(str(reason))
 
+    def refusal(self, key: Hashable) -> FunctionalizeError | None:
+        """Why calls with this key cannot be captured; None: they can, or this one is tried: Note [Tried again]."""
+        for each in (key, EVERY_CALL):
+            error = self.refused.get(each)
+            if error is not None and not self._tries_again(each):
+                return error
+        return None
+
+    def _tries_again(self, key: Hashable) -> bool:
+        """Count a call that was refused; whether to forget the refusal."""
+        self._left[key] = left = self._left[key] - 1
+        alone = self.vote is None and not (self.hooks_run_outside and has_ranks())
+        if left > 0 or self.options.raises or not alone or not self.policy.can_record:
+            return False
+        del self.refused[key]
+        return True
+
     def refuse(self, key: Hashable, error: FunctionalizeError) -> None:
         """Calls with this key cannot be captured."""
         self.unkept.pop(key, None)
         self.refused[key] = error
-        if self.options.raises:
+        self._left[key] = min(_TRIED_AGAIN << min(self._refusals[key], 16), _MOST_REFUSED)
+        self._refusals[key] += 1
+        was_told = without_numbers(str(error)) in self._told
+        self._told.add(without_numbers(str(error)))
+        if was_told:
+            log.info("%s cannot be captured: %s", self.name, error)
+        elif self.options.raises:
             log.warning("%s cannot be captured, its next call will raise: %s", self.name, error)
         else:
-            warn_uncapturable(
-                f"{self.name} cannot be captured, it runs eagerly from now on: {error}"
-            )
+            warn_uncapturable(f"{self.name} cannot be captured, it runs eagerly: {error}")
 
     def state_before(self, call: Invocation, signature: Signature) -> EntryState:
         """What a step may change and a replay may not: read before a call that is compared with `signature`."""

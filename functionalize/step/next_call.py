@@ -54,7 +54,7 @@ class NextCall:
     def _refused(self, error: FunctionalizeError) -> str:
         if self.core.options.raises:
             return f"{_LIKE} raises {type(error).__name__}: {error}"
-        return f"{_LIKE} runs eagerly: it cannot be captured, see below"
+        return f"{_LIKE} runs eagerly: it could not be captured, see below, and is tried again ever more rarely"
 
     def _what(self, last: LastPlan) -> str:
         core, found = self.core, self._program_of(last)

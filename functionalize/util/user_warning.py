@@ -1,6 +1,6 @@
 """Warnings for the user: that a step, or some of its calls, cannot be captured and runs eagerly.
 
-    warn_uncapturable("step cannot be captured, it runs eagerly from now on: ...")
+    warn_uncapturable("step cannot be captured, it runs eagerly: ...")
 
 Invariant: it never raises. Where warnings are errors the message is logged: a training run must not end in its middle
 because a step is slower than it could be.

@@ -173,10 +173,7 @@ def test_on_uncapturable_eager_warns_once_and_goes_on(caplog: Any) -> None:
             x = torch.arange(i + 1).remainder(2)[:1]
             assert torch.equal(captured(x), step(x))
     assert len(caplog.messages) == 1
-    assert (
-        "it runs eagerly from now on: aten.nonzero.default gives a result whose size"
-        in (caplog.messages[0])
-    )
+    assert "it runs eagerly: aten.nonzero.default gives a result whose size" in (caplog.messages[0])
     assert (captured.stats.warmups, captured.stats.eager) == (1, 4)
 
 

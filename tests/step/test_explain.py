@@ -118,7 +118,9 @@ def test_a_refusal_comes_first_and_is_named_below() -> None:
         for _ in range(6):
             eager(X)
     lines = eager.explain().splitlines()
-    assert lines[0] == f"{LIKE}runs eagerly: it cannot be captured, see below"
+    assert lines[0] == (
+        f"{LIKE}runs eagerly: it could not be captured, see below, and is tried again ever more rarely"
+    )
     assert lines[1].startswith("cannot be captured: ")
 
     raising = fz.capture(reads, on_uncapturable="raise", dynamic=False)

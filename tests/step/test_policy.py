@@ -6,6 +6,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -361,3 +362,73 @@ def test_a_ring_gets_all_its_programs_before_they_are_audited() -> None:
     for i in range(40):
         captured(torch.randn(4, 8, generator=torch.Generator().manual_seed(i)))
     assert captured.stats.eager == before and captured.stats.audits > 1
+
+
+# -- refusals are no last word ---------------------------------------------------------------------
+
+
+class Windowed:
+    """A trainer whose history grows to three tensors, then keeps that many."""
+
+    def __init__(self, make: Callable[[], nn.Module] = lambda: nn.Linear(4, 4)) -> None:
+        torch.manual_seed(0)
+        self.model = make()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.history: list[Tensor] = []
+
+    def step(self, x: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.model(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.history.append(loss.detach())
+        if len(self.history) > 3:
+            self.history.pop(0)
+        return torch.stack(self.history).mean()
+
+
+def compared_window(width: int, *make: Callable[[], nn.Module]) -> Any:
+    """Whether 80 calls are equal to eager, and the counts of the captured step."""
+    eager, ours = Windowed(*make), Windowed(*make)
+    captured, same = fz.capture(ours.step), True
+    for i in range(80):
+        x = torch.randn(3, width, generator=torch.Generator().manual_seed(i))
+        same &= torch.equal(captured(x), eager.step(x))
+    return same, captured.stats, captured.explain()
+
+
+def test_a_refused_step_that_has_become_steady_is_captured() -> None:
+    with pytest.warns(fz.UncapturableWarning, match="append to it alone") as warned:
+        same, stats, text = compared_window(4)
+    assert same and stats.replays >= 35, text
+    assert len(warned) == 1
+
+
+def windows_on_ranks() -> Any:
+    warnings.simplefilter("ignore")
+    return compared_window(8, lambda: build_mlp()[0])
+
+
+def test_refused_steps_that_have_become_steady_are_captured_on_ranks() -> None:
+    for same, stats, text in run_on_ranks(windows_on_ranks):
+        assert same and stats.replays >= 25, text
+
+
+def test_a_step_that_is_never_steady_is_tried_ever_more_rarely_and_warns_once(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "log"
+
+    def step(x: Tensor) -> Tensor:
+        path.write_text("a step")
+        return x * 2
+
+    captured, recorded = fz.capture(step), []
+    with pytest.warns(fz.UncapturableWarning, match="writes to the file") as warned:
+        for i in range(1200):
+            before = captured.stats.warmups
+            captured(X)
+            if captured.stats.warmups > before:
+                recorded.append(i)
+    assert recorded == [0, 32, 96, 224, 480, 992]
+    assert len(warned) == 1 and captured.stats.replays == 0
