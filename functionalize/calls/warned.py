@@ -99,13 +99,19 @@ def _place(frame: FrameType, level: Any) -> tuple[str, int, str] | None:
 
 
 def _found(frame: FrameType, level: int) -> tuple[FrameType | None, int]:
-    """The frame that a `stacklevel` means, and how many of ours it leaves out, which eager does not have."""
+    """The frame that a `stacklevel` means, and how many frames it leaves out: ours, and those of imports."""
     found: FrameType | None = frame
-    ours = 0
-    while found is not None and (level > 1 or is_own(found.f_code.co_filename)):
-        if is_own(found.f_code.co_filename):
-            ours += 1
+    left_out = 0
+    while found is not None and (level > 1 or _is_left_out(found)):
+        if _is_left_out(found):
+            left_out += 1
         else:
             level -= 1
         found = found.f_back
-    return found, ours
+    return found, left_out
+
+
+def _is_left_out(frame: FrameType) -> bool:
+    """Whether `warnings` does not count a frame, or eager does not have it."""
+    file = frame.f_code.co_filename
+    return is_own(file) or ("importlib" in file and "_bootstrap" in file)

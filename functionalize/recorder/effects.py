@@ -116,7 +116,6 @@ _ROWS = {"writerow", "writerows"}
 _OF_PROCESS = {
     os.name: {"chdir", "fchdir", "umask", "nice", "setpriority"},
     "sys": {"setrecursionlimit", "setswitchinterval"},
-    "gc": {"enable", "disable", "set_threshold", "set_debug", "freeze", "unfreeze"},
     "_signal": {"signal", "setitimer", "alarm", "siginterrupt", "set_wakeup_fd"},
     "_locale": {"setlocale"},
 }

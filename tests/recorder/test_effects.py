@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import csv
 import functools
-import gc
 import importlib
 import io
 import logging
@@ -102,7 +101,6 @@ EFFECTS: list[tuple[Effect, str]] = [
     (lambda: threading.Thread(target=int).start(), "starts a thread at "),
     (lambda: os.chdir("."), "changes a setting of the process by os.chdir at "),
     (lambda: os.umask(os.umask(0)), "changes a setting of the process by os.umask at "),
-    (lambda: gc.enable(), "changes a setting of the process by gc.enable at "),
     (
         lambda: sys.setrecursionlimit(sys.getrecursionlimit()),
         "changes a setting of the process by sys.setrecursionlimit at ",
