@@ -29,6 +29,11 @@ _TRANSPARENT = "<frozen importlib._bootstrap>"
 ORIGINAL = "__functionalize_original__"
 
 
+def is_transparent(file: str) -> bool:
+    """Whether `logging` and `warnings` leave out the frames of a file: Note [The file of an interceptor]."""
+    return "importlib" in file and "_bootstrap" in file
+
+
 class Cause(NamedTuple):
     """What causes an effect. named: the frame to name. once: whether a cached function does: later calls do not.
 

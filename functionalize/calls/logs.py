@@ -18,7 +18,7 @@ from typing import Any
 
 from functionalize.calls.call_arguments import ArgumentForm, CallArguments
 from functionalize.calls.call_log import CallRecorder
-from functionalize.calls.interceptors import Repeated
+from functionalize.calls.interceptors import Repeated, is_transparent
 from functionalize.ir.inputs import Call
 from functionalize.scalars.live_text import taken
 from functionalize.util.user_stack import is_own
@@ -143,7 +143,7 @@ def _caller(frame: FrameType, level: Any) -> tuple[str, int, str] | None:
         file = found.f_code.co_filename
         if is_own(file):
             return None
-        if file != _OWN_FILE and not ("importlib" in file and "_bootstrap" in file):
+        if file != _OWN_FILE and not is_transparent(file):
             level -= 1
             if level <= 0:
                 return file, found.f_lineno, found.f_code.co_name

@@ -10,16 +10,15 @@ step is recorded; most are about how a function is called, which does not change
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 from functionalize.calls.call_arguments import ArgumentForm, CallArguments
 from functionalize.calls.call_log import CallRecorder
-from functionalize.calls.interceptors import Repeated
+from functionalize.calls.interceptors import Repeated, is_transparent
 from functionalize.ir.inputs import Call
 from functionalize.util.user_stack import is_own
 
@@ -29,7 +28,11 @@ _MESSAGE, _CATEGORY, _LEVEL = range(len(_NAMES) - 1)
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """A warning. file, line, module: of the line that has warned."""
+    """A warning.
+
+    file, line, module: of the line that has warned. namespace: of that module, which says what was shown already; of a
+    program that was loaded one of its own, since a file looks nothing up by a name.
+    """
 
     category: type[Warning]
     file: str
@@ -37,12 +40,12 @@ class Warned:
     module: str
     form: ArgumentForm
     what: str = "warns"
+    namespace: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def repeat(self, call: Call, value: Any) -> None:
         """Warn with the numbers of a replay."""
         (message,), _ = self.form.filled(value[1])
-        module = sys.modules.get(self.module)
-        shown = {} if module is None else vars(module).setdefault("__warningregistry__", {})
+        shown = self.namespace.setdefault("__warningregistry__", {})
         warnings.warn_explicit(message, self.category, self.file, self.line, self.module, shown)
 
 
@@ -69,11 +72,12 @@ class WarningInterceptor:
         given = dict(zip(_NAMES, args, strict=False)) | keywords
         is_made = bool(args) and isinstance(args[_MESSAGE], Warning)
         category = type(args[_MESSAGE]) if is_made else given.get("category") or UserWarning
-        where = _place(frame, given.get("stacklevel", 1))
+        level = given.get("stacklevel", 1)
+        place = _found(frame, level)[0] if isinstance(level, int) else None
         is_known = given.keys() <= {*_NAMES} and isinstance(category, type)
         now = warnings.filters, warnings.showwarning
         is_filtered = any(a is not b for a, b in zip(now, recording.calls.filters, strict=True))
-        if not args or not is_known or where is None or is_filtered:
+        if not args or not is_known or place is None or is_filtered:
             return None
         # A text inside of a `Warning` is guarded where it is made: it is no argument of this call.
         message, first = ((str(args[_MESSAGE]),), len(_NAMES)) if is_made else (args[:1], 0)
@@ -82,20 +86,10 @@ class WarningInterceptor:
             return None
         shown = args[:1] if is_made else found.plain[0]
         plain = self.for_original(frame, (*shown, *args[_CATEGORY:]), keywords)
-        effect = Warned(category, *where, found.form)
+        namespace = place.f_globals
+        where = place.f_code.co_filename, place.f_lineno, str(namespace.get("__name__"))
+        effect = Warned(category, *where, found.form, namespace=namespace)
         return Repeated(effect, CallArguments(found.form, found.values, plain))
-
-
-def _place(frame: FrameType, level: Any) -> tuple[str, int, str] | None:
-    """File, line and module of the line that warns; None: it is in no module."""
-    found = _found(frame, level)[0] if isinstance(level, int) else None
-    if found is None:
-        return None
-    name = found.f_globals.get("__name__")
-    module = sys.modules.get(name) if isinstance(name, str) else None
-    if module is None or vars(module) is not found.f_globals:
-        return None
-    return found.f_code.co_filename, found.f_lineno, module.__name__
 
 
 def _found(frame: FrameType, level: int) -> tuple[FrameType | None, int]:
@@ -114,4 +108,4 @@ def _found(frame: FrameType, level: int) -> tuple[FrameType | None, int]:
 def _is_left_out(frame: FrameType) -> bool:
     """Whether `warnings` does not count a frame, or eager does not have it."""
     file = frame.f_code.co_filename
-    return is_own(file) or ("importlib" in file and "_bootstrap" in file)
+    return is_own(file) or is_transparent(file)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from functionalize._compat.autograd import KeptVersions
 from functionalize._compat.compilers import aot_autograd, inductor, register_backend
 from functionalize._compat.fakes import FakeTensor
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE
@@ -153,7 +154,7 @@ def _keeping_versions(compiler: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             values = args[0] if boxed else args
             targets = tuple(values[i] for i in uncounted)
-            with torch.autograd._unsafe_preserve_version_counter(targets):
+            with KeptVersions(targets):
                 return compiled(*args)
 
         run._boxed_call = boxed  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from functionalize._compat.autograd import KeptVersions
 from functionalize._compat.dispatch import no_dispatch, plain_resize
 from functionalize._compat.functional_tensor import (
     FunctionalTensor,
@@ -233,7 +234,7 @@ def _write_back_plainly(live: LiveStorage, storage: FunctionalStorage, emit: Emi
         values.append(value)
         return len(values) - 1
 
-    with torch.autograd._unsafe_preserve_version_counter(target):
+    with KeptVersions([target]):
         for action in actions_of(storage, 0, emit, slot):
             if isinstance(action, Resize):
                 RESIZE_STORAGE(target, action.nbytes)

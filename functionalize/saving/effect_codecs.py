@@ -255,7 +255,7 @@ def _save_warned(warned: Warned) -> tuple[Any, ...]:
 
 def _load_warned(name: Any, *values: Any) -> Warned:
     _check_call(values[-1], ())
-    return Warned(*checked(Warned, (_WARNINGS.get(name), *values, "warns")))
+    return Warned(*checked(Warned, (_WARNINGS.get(name), *values, "warns", {})))
 
 
 def _forms_of_loggers(names: Names) -> list[Form]:

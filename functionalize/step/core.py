@@ -202,8 +202,9 @@ class StepCore:
         self.refused[key] = error
         self._left[key] = min(_TRIED_AGAIN << min(self._refusals[key], 16), _MOST_REFUSED)
         self._refusals[key] += 1
-        was_told = without_numbers(str(error)) in self._told
-        self._told.add(without_numbers(str(error)))
+        reason = without_numbers(str(error))
+        was_told = reason in self._told
+        self._told.add(reason)
         if was_told:
             log.info("%s cannot be captured: %s", self.name, error)
         elif self.options.raises:

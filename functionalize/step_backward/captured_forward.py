@@ -512,9 +512,7 @@ class Forward:
         # first forward, so its `facts` describe a later state: keep the facts of the first one.
         cached.program.facts = known.program.facts
         known.program, known.saved = cached.program, cached.saved
-        known.updated = frozenset(
-            (False, True)
-        )  # its backwards have differed: no more is known beforehand
+        known.updated = frozenset((False, True))  # they have differed: no more can be told
         known.backwards = [*cached.backwards, *known.backwards][:_BACKWARDS]
 
 

@@ -45,6 +45,7 @@ from functionalize._compat.autograd import (
     in_transform,
     leaf_of,
     nodes_of,
+    version_of,
 )
 from functionalize._compat.dispatch import (
     current_modes,
@@ -378,8 +379,7 @@ class _GraphValues:
 
 
 def _version_of(leaf: Any) -> int:
-    counted = isinstance(leaf, Tensor) and not leaf.is_inference()
-    return leaf._version if counted else 0
+    return version_of(leaf) if isinstance(leaf, Tensor) else 0
 
 
 @dataclass(eq=False, repr=False)

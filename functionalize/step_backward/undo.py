@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functionalize._compat.autograd import KeptVersions
 from functionalize._compat.dispatch import disable_current_modes, plain_resize
 from functionalize.discharge.rules.mutations import written_arguments
 from functionalize.discharge.rules.resizes import is_inplace_view
@@ -65,9 +66,8 @@ class UndoingRecorder(Recorder):
 
     def _copy(self, tensor: Tensor) -> None:
         self._copy_storage(storage_of(tensor))
-        if id(tensor) not in self._counters and not tensor.is_inference():
-            counter = torch.autograd._unsafe_preserve_version_counter(tensor)
-            self._counters[id(tensor)] = tensor, counter
+        if id(tensor) not in self._counters:
+            self._counters[id(tensor)] = tensor, KeptVersions([tensor])
 
     def _copy_storage(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self._contents:

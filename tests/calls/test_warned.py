@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import functionalize as fz
+from functionalize.errors import SaveError
 
 CALLS = 8
 
@@ -96,3 +97,17 @@ def test_a_loaded_program_warns(tmp_path: Path) -> None:
 
     again, other = seen(number, "always", loaded)
     assert again == found and other.stats.replays >= CALLS - 1, other.explain()
+
+
+class OwnWarning(UserWarning):
+    pass
+
+
+def of_an_own_class(loss: float) -> None:
+    warnings.warn("careful", OwnWarning, stacklevel=1)
+
+
+def test_a_class_of_ones_own_is_not_saved(tmp_path: Path) -> None:
+    _, step = seen(of_an_own_class, "always", fz.capture)
+    with pytest.raises(SaveError, match="warns by `OwnWarning`, a class that is not Python's own"):
+        step.save(tmp_path / "step.fzp")

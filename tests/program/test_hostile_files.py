@@ -85,6 +85,11 @@ def a_class_with_a_finalizer(content: Json) -> None:
         outputs[i] = {"record": len(content["records"]) - 1}
 
 
+def a_version_of_nothing(content: Json) -> None:
+    """The input is said to be inside of another tensor."""
+    record(content, "InputSpec")["with"][-1] = "raised around"
+
+
 def first_call(content: Json) -> list[Any]:
     graph = content["programs"][0]["graph"]
     return next(node for node in graph if node[0] == "call_function")
@@ -196,6 +201,7 @@ HOSTILE: dict[str, tuple[Callable[[Json], None], str]] = {
     each.__name__: (each, said)
     for each, said in (
         (a_class_with_a_finalizer, "needs the type URLopener of the module urllib.request"),
+        (a_version_of_nothing, "has an input of no such version"),
         (a_type_as_op, "needs the type Popen of the module subprocess"),
         (a_function_as_op, "names the function os.system"),
         (a_file_that_is_mapped, "calls aten.from_file.default, which"),
