@@ -3,8 +3,10 @@
     python -m tests.program.hostile audited FOLDER FILE...         every event of Python's audit hooks, by line
     python -m tests.program.hostile mutations FOLDER COUNT SEED    mutations of the JSON, in one process
     python -m tests.program.hostile flips FOLDER COUNT SEED        flipped bits of the file
+    python -m tests.program.hostile large FOLDER BYTES 0           a file with a large constant
 
-The last two write what they try to `FOLDER/now-SEED` first: if the process dies, that is what killed it.
+Mutations and flips write what they try to `FOLDER/now-SEED` first: if the process dies,
+that is what killed it. A file may take the process twice what it unpacks to, and no more.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ import sys
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
@@ -35,8 +39,10 @@ from functionalize.errors import LoadError
 from functionalize.util.structure import flatten
 
 Json = Any
-# Bytes of addresses beside those that are in use: what the call of a small program may take.
+# Bytes of addresses beside those that are in use, so that no file can take a machine's memory.
 SPARE = 400 << 20
+# Bytes that loading and calling may take beside twice what the file unpacks to: the interpreter's own.
+BESIDE = 8 << 20
 
 
 def computed(x: Tensor, y: dict[str, Tensor], k: float) -> Any:
@@ -314,6 +320,28 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
+def resident(key: str) -> int:
+    """Bytes of memory of this process: now (`VmRSS`), or at most since `peak` began (`VmHWM`)."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{key}:")[2].split()[0]) << 10
+
+
+def unpacked(path: Path) -> int:
+    """Bytes of what a file holds."""
+    with zipfile.ZipFile(path) as archive:
+        return sum(info.file_size for info in archive.infolist())
+
+
+@contextmanager
+def bounded(claimed: int) -> Iterator[None]:
+    """A block in which the process grows by twice of what a file claims at most, whether it is refused or not."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = resident("VmRSS")
+    yield
+    grown = resident("VmHWM") - before
+    assert grown <= 2 * claimed + BESIDE, f"{grown} bytes for a file of {claimed}"
+
+
 def mutations(folder: Path, count: int, start: int) -> collections.Counter[str]:
     """How many mutations had which outcome."""
     seen: collections.Counter[str] = collections.Counter()
@@ -334,7 +362,8 @@ def mutations(folder: Path, count: int, start: int) -> collections.Counter[str]:
     def each(kind: str, changes: Any) -> None:
         now.write_text(repr((kind, changes)))
         rewritten(folder / f"{kind}.fzp", path, edited(trees[kind], changes))
-        said = tried(kind, path)
+        with bounded(unpacked(path)):
+            said = tried(kind, path)
         other = said if said.startswith(("refused", "error")) else "runs another program"
         seen["equal" if said == right[kind] else other] += 1
 
@@ -359,10 +388,21 @@ def flips(folder: Path, count: int, start: int) -> collections.Counter[str]:
         data = bytearray(whole[kind])
         data[bit // 8] ^= 1 << bit % 8
         path.write_bytes(data)
-        said = tried(kind, path)
+        with bounded(unpacked(folder / f"{kind}.fzp")):
+            said = tried(kind, path)
         assert said in ("refused", right[kind]), f"bit {bit} of {kind}: {said}"
         seen["equal" if said == right[kind] else said] += 1
     return seen
+
+
+def large(folder: Path, nbytes: int, start: int) -> None:
+    """Load and call a program whose constant has that many bytes."""
+    path = folder / "large.fzp"
+    x = torch.ones(3, 4)
+    fz.trace(lambda x: x + torch.tensor(np.zeros(nbytes // 8))[:4], x).save(path)
+    tried("program", folder / "program.fzp")
+    with bounded(unpacked(path)):
+        assert fz.load(path)(x).equal(x.double())
 
 
 # -- audit events ----------------------------------------------------------------------------------
@@ -420,7 +460,7 @@ def lines() -> Iterator[str]:
     if what == "audited":
         yield json.dumps(audited(Path(folder), [*map(Path, rest)]))
         return
-    made = {"mutations": mutations, "flips": flips}[what]
+    made = {"mutations": mutations, "flips": flips, "large": large}[what]
     yield json.dumps(made(Path(folder), int(rest[0]), int(rest[1])))
 
 

@@ -471,6 +471,11 @@ def test_an_entry_that_says_it_is_large_takes_no_memory(folder: Path, tmp_path: 
     )
 
 
+def test_a_file_takes_twice_its_bytes_at_most(folder: Path) -> None:
+    """Constants are read into their storages: 96 MB of them, loaded and called, are there once."""
+    child("large", folder, 96 << 20, 0)
+
+
 def of_constants(content: Json) -> Json:
     return next(iter(content["constants"]["tensors"].values()))
 
