@@ -195,21 +195,22 @@ def function_modes() -> list[Any]:
     return list(map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack())))
 
 
-# Functions of C that read torch's flags: the public ones in Python cost a replay ten times as much (2.11 to 2.15).
-FLAGS: tuple[Callable[[], Any], ...] = (
-    torch.is_grad_enabled,
-    torch.is_inference_mode_enabled,
-    torch.is_autocast_cache_enabled,
-    torch.is_anomaly_enabled,
-    torch.get_default_dtype,
-    torch.get_num_threads,
-    torch._C._get_deterministic_algorithms,
-    torch._C._get_mkldnn_enabled,
-    torch._C._get_flash_sdp_enabled,
-    torch._C._get_mem_efficient_sdp_enabled,
-    torch._C._get_math_sdp_enabled,
-    torch._C._get_cudnn_sdp_enabled,
-)
+# Functions of C that read torch's flags, and what each reads: the public ones in Python cost a replay ten times as much
+# (2.11 to 2.15). Which kernels scaled_dot_product_attention may use is read by the CPU's, too.
+FLAGS: dict[Callable[[], Any], str] = {
+    torch.is_grad_enabled: "grad mode",
+    torch.is_inference_mode_enabled: "inference mode",
+    torch.is_autocast_cache_enabled: "the autocast cache",
+    torch.is_anomaly_enabled: "anomaly detection",
+    torch.get_default_dtype: "the default dtype",
+    torch.get_num_threads: "the number of threads",
+    torch._C._get_deterministic_algorithms: "deterministic mode",
+    torch._C._get_mkldnn_enabled: "oneDNN",
+    torch._C._get_flash_sdp_enabled: "flash attention",
+    torch._C._get_mem_efficient_sdp_enabled: "memory-efficient attention",
+    torch._C._get_math_sdp_enabled: "attention by the math kernel",
+    torch._C._get_cudnn_sdp_enabled: "cuDNN's attention",
+}
 
 
 _ON_CPU = (

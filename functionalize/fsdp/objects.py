@@ -22,7 +22,7 @@ from functionalize._compat.fsdp import fsdp_lazy_init, fsdp_state_of
 from functionalize.cost.categories import Category
 from functionalize.fsdp.contract import MOVED, Handling, is_writable, names
 from functionalize.ir.inputs import Call
-from functionalize.util.unchanged import Unchanged
+from functionalize.util.reader import READER
 
 # Types of numbers, names and dtypes: compared by value, and saved as they are.
 PLAIN = (bool, int, float, str, enum.Enum, type(None), torch.dtype)
@@ -194,20 +194,15 @@ class FSDPTensor:
         return _CATEGORIES.get(self.attribute, Category.UNKNOWN)
 
     def resolve(self, call: Call) -> Any:
-        value = getattr(self.param, self.attribute)
-        return value if self.index is None else value[self.index]
+        # A slot has another tensor at every call.
+        read = READER if self.attribute in _SLOTS else call.reader
+        value = read.attribute(self.param, self.attribute)
+        return value if self.index is None else read.item(value, self.index)
 
-    def watched(self, call: Call, facts: Unchanged) -> bool:
-        if self.attribute in _SLOTS:  # another tensor at every call
-            return False
-        facts.attribute(self.param, self.attribute)
-        if self.index is not None:
-            facts.entry(getattr(self.param, self.attribute), self.index)
-        return True
-
-    def holder(self, call: Call, facts: Unchanged) -> tuple[Any, str] | None:
-        """The object of FSDP2 that has this slot."""
-        return self.param, self.attribute
+    def is_filled(self, call: Call) -> bool:
+        """Whether this slot of FSDP2's holds a tensor now."""
+        call.reader.place(self, self.param, self.attribute)
+        return call.reader.is_there(self.param, self.attribute)
 
     def assign(self, call: Call, value: Tensor | None) -> None:
         """Assign a tensor or None."""

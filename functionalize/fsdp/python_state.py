@@ -13,7 +13,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from functionalize.fsdp.objects import (
     registrations_of,
 )
 from functionalize.ir.inputs import Call
-from functionalize.util.unchanged import Unchanged
+from functionalize.util.reader import READER, Reader
 
 _STATE = names("FSDPState", Handling.RESTORED)
 _CONTEXT = names("FSDPStateContext", Handling.RESTORED)
@@ -63,16 +64,29 @@ class Place(NamedTuple):
     table: dict[str, Any] | Tensor
     key: str
 
-    def read(self) -> Any:
+    def read(self, read: Reader = READER) -> Any:
         """The value; for a container its contents, which a step may change in place."""
         _, table, key = self
-        value = table.get(key) if type(table) is dict else getattr(table, key)
+        if type(table) is not dict:
+            value = read.attribute(table, key)
+        elif key in table:
+            value = read.item(table, key)
+        else:
+            value = read.result(partial(table.get, key))
         empty = _EMPTY.get(type(value))
-        if empty is None or not value:
-            return value if empty is None else empty  # fast path: most containers are empty
+        if empty is None:
+            return value
         if type(value) is dict:
-            return Contents("dict", tuple(value.items()))
-        return empty._replace(items=tuple(value) if type(value) is list else frozenset(value))
+            items: Any = tuple(read.table(value).items())
+        elif not value:
+            items = read.elements(value)
+        elif type(value) is list:
+            items = tuple(read.elements(value))
+        else:
+            items = read.result(partial(frozenset, value))
+        return (
+            empty._replace(items=items) if value else empty
+        )  # fast path: most containers are empty
 
     def write(self, value: Any) -> None:
         """Assign a result of `read`. A container is updated in place, because FSDP2's hooks refer to some."""
@@ -156,21 +170,23 @@ class FSDPState:
         for (numbers, _), were in zip(self._indices, self.indices, strict=True):
             numbers[:] = were
 
-    def difference(self, backward: bool) -> str | None:
+    def difference(self, backward: bool, read: Reader = READER) -> str | None:
         """Text about a difference between FSDP2's state now and this one, or None.
 
         backward: whether the step runs a backward, which depends on the order of forwards.
         """
         for place, was in zip(self.places, self.values, strict=True):
-            name, table, key = place
-            now = table.get(key) if type(table) is dict else getattr(table, key)
-            # By identity first: nearly all values are the same object.
-            if now is not was and not same_value(now := place.read(), was):
-                return f"{name} is {_brief(now)}, was {_brief(was)}"
+            if read is READER:  # nearly all values are the same object
+                _, table, key = place
+                if (table.get(key) if type(table) is dict else getattr(table, key)) is was:
+                    continue
+            now = place.read(read)
+            if not same_value(now, was):
+                return f"{place.name} is {_brief(now)}, was {_brief(was)}"
         if not backward or not self._indices:
             return None
         recent = len(self._indices)
-        for now, were in zip(self.recent(), self.orders, strict=True):
+        for now, were in zip(read.result(self.recent), self.orders, strict=True):
             if now != list(map(id, were[-recent:])):
                 return "FSDP2 ran other modules forward since its last backward"
         return None
@@ -230,29 +246,10 @@ class FSDPStateGuard:
 
     state: FSDPState
     backward: bool = True
+    is_read_by_reader: ClassVar[bool] = True
 
     def failure(self, call: Call) -> str | None:
-        return self.state.difference(self.backward)
-
-    def watched(self, call: Call, facts: Unchanged) -> None:
-        for place in self.state.places:
-            if type(place.table) is not dict:
-                facts.attribute(place.table, place.key)
-            elif place.key not in place.table:
-                facts.read(place.read)
-            else:
-                facts.entry(place.table, place.key)
-                value = place.table[place.key]  # a step may change a container in place
-                if type(value) is list:
-                    facts.elements(value)
-                elif type(value) is dict:
-                    facts.table(value)
-                elif type(value) is set and value:
-                    facts.read(place.read)
-                elif type(value) is set:
-                    facts.emptiness(value)
-        if self.backward:
-            facts.read(self.state.recent)
+        return self.state.difference(self.backward, call.reader)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -48,7 +48,9 @@ class Miss(str):
 class Guard(Protocol):
     """A fact the capture relied on.
 
-    With a method `watched(call, facts) -> Guard | None` it need not be asked at every call: `program/known_inputs.py`.
+    `is_read_by_reader = True`: all that decides its answer it reads by the reader of the call, so that it need not be
+    asked at every call: `program/known_inputs.py`. It may have `parts()`: guards, each on one of its objects, that say
+    the same together.
     """
 
     def failure(self, call: Call) -> str | None:

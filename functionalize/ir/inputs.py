@@ -10,13 +10,14 @@ import torch
 
 from functionalize.ir.epilogue import window
 from functionalize.ir.ops import Geometry
-from functionalize.util.unchanged import Unchanged
+from functionalize.util.reader import READER, Reader
 
 
 class Source(Protocol):
     """Where an input's value is found at every call.
 
-    With a method `watched(call, facts) -> bool` it need not be looked up at every call, see `program/known_inputs.py`.
+    It reads Python by the reader of the call. If what it finds is what a read of it has returned, it need not be looked
+    up at every call, see `program/known_inputs.py`.
     """
 
     def resolve(self, call: Call) -> Any:
@@ -31,6 +32,7 @@ class Call:
     committed: whether the replay may have changed something. memo: what sources remember during the call.
     owners: of places in which the replay leaves tensors, if they are known.
     freed: the inputs that nothing but the graph reads: the graph frees each after its last use.
+    reader: by which guards and sources read Python.
     """
 
     leaves: Sequence[Any]
@@ -39,6 +41,7 @@ class Call:
     memo: dict[Any, Any] = field(default_factory=dict)
     owners: Owners | None = None
     freed: Sequence[int] = ()
+    reader: Reader = READER
 
     def take_inputs(self) -> list[Any]:
         """The inputs for the graph, without those that it frees from now on."""
@@ -103,16 +106,7 @@ class Captured:
     value: Any
 
     def resolve(self, call: Call) -> Any:
-        return self.value
-
-    def watched(self, call: Call, facts: Unchanged) -> bool:
-        return True
-
-
-def watch(source: Any, call: Call, facts: Unchanged) -> bool:
-    """Whether a source finds the same object as long as these facts hold, to which it may add some."""
-    watched = getattr(source, "watched", None)
-    return watched is not None and bool(watched(call, facts))
+        return call.reader.constant(self.value)
 
 
 def chain_of(source: Any) -> Iterator[Any]:

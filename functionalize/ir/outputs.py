@@ -11,16 +11,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
 from functionalize._compat.distributed import make_dtensors, spec_of_dtensor
 from functionalize._compat.fast_guards import window_within
 from functionalize.ir.epilogue import alias, placed
-from functionalize.ir.inputs import Call, Source, watch
+from functionalize.ir.inputs import Call, Source
 from functionalize.ir.ops import Geometry, geometry_of
-from functionalize.util.unchanged import Unchanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +58,17 @@ class SourceItself:
 
     source: Source
     others: tuple[Source, ...] = ()
+    is_read_by_reader: ClassVar[bool] = True
 
     def failure(self, call: Call) -> str | None:
         """Why there is no such object now, or None."""
+        read = call.reader
         try:
-            found = self.source.resolve(call)
-            same = all(other.resolve(call) is found for other in self.others)
+            found = read.find(self.source, call)
+            same = all(read.find(other, call) is found for other in self.others)
         except (LookupError, AttributeError) as error:
             return f"is not where it was: {error}"
         return None if same else "is no longer one tensor with others that it was"
-
-    def watched(self, call: Call, facts: Unchanged) -> SourceItself | None:
-        found = [watch(source, call, facts) for source in (self.source, *self.others)]
-        return None if all(found) else self
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,9 @@
     known.learn(program, call)      when all guards have passed for `call`
     known.call(leaves)              the next call with its inputs; None: something may have changed
 
-What a guard reads in a step of hundreds of parameters is nearly always the very object that it read before. A guard or
-a source with a method `watched` adds the objects that it reads to one `Unchanged`; the others are asked at every call:
-
-    guard.watched(call, facts) -> what is left to ask at every call: a guard, or None
-    source.watched(call, facts) -> whether it finds the same tensor object as long as the facts hold
+What a guard reads in a step of hundreds of parameters is nearly always the very object that it read before. So each is
+asked once more by a reader that notes what it reads (`util/reader.py`), and from then on all these notes are tested
+together. Guards that read otherwise are asked at every call, as are sources that find an object that no read returned.
 
 Then the inputs are those of the last call, or what the wrappers around them (DTensors) hold now. Their geometry,
 devices and storages may have changed in place, so these are read at every call, by a few functions of C over all
@@ -22,6 +20,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from operator import call as call_of
 from operator import is_, itemgetter
 from typing import Any
@@ -31,8 +30,9 @@ from torch import Tensor
 
 from functionalize._compat.fast_guards import tensor_match
 from functionalize.ir.guards import AliasGuard, Guard, Miss, TensorGuard
-from functionalize.ir.inputs import Call, Owners, Source, watch
+from functionalize.ir.inputs import Call, Owners, Source
 from functionalize.ir.outputs import SourceItself
+from functionalize.util.reader import ReadLog
 from functionalize.util.unchanged import Read, Unchanged, reading, token
 
 log = logging.getLogger("functionalize")
@@ -123,14 +123,20 @@ class _LastCall:
     @staticmethod
     def of(program: Any, call: Call) -> _LastCall | None:
         """Of a call for which all guards have passed just now; None for a program that finds no input by itself."""
-        facts, moving = Unchanged(), []
+        log, moving = ReadLog(), []
+        facts, call = log.facts, replace(call, reader=log)
         inner: dict[int, tuple[Any, str]] = {}
-        before = _left(program.facts, call, facts)
+        before = _left(program.facts, call, log)
         for index, spec in enumerate(program.inputs):
-            wrapper = getattr(spec.source, "wrapper", None)
-            if wrapper is not None and (found := wrapper(call, facts)) is not None:
-                inner[index] = found
-            elif not watch(spec.source, call, facts):
+            if getattr(spec.source, "is_inner", False):
+                home = spec.source.home(call)
+                if (
+                    log.settle()
+                ):  # the tensor around it stays, and what it holds is read at every call
+                    inner[index] = home
+                    continue
+            log.find(spec.source, call)
+            if not log.settle():
                 moving.append((index, spec.source))
         if len(moving) == len(program.inputs):
             return None
@@ -138,8 +144,8 @@ class _LastCall:
         others = [g for g in program.guards if not isinstance(g, TensorGuard)]
         indices = [g.input for g in windows]
         whole = [g for g in others if isinstance(g, AliasGuard) and g.keeps_apart(indices)]
-        after = _left([g for g in others if g not in whole], call, facts)
-        after += _left([r for r in program.outputs if isinstance(r, SourceItself)], call, facts)
+        after = _left([g for g in others if g not in whole], call, log)
+        after += _left([r for r in program.outputs if isinstance(r, SourceItself)], call, log)
         elsewhere = {id(tensor) for tensor, _ in facts.aliases}
         for index in [i for i in inner if id(call.inputs[i]) in elsewhere]:
             facts.attribute(*inner.pop(index))  # another place must hold the same object
@@ -274,7 +280,15 @@ _storage, _nbytes = Tensor.untyped_storage, torch.UntypedStorage.nbytes
 _offset: Any = Tensor.storage_offset
 
 
-def _left(guards: Sequence[Any], call: Call, facts: Unchanged) -> list[Any]:
-    """What must be asked at every call."""
-    left = (guard.watched(call, facts) if hasattr(guard, "watched") else guard for guard in guards)
-    return [guard for guard in left if guard is not None]
+def _left(guards: Sequence[Any], call: Call, log: ReadLog) -> list[Any]:
+    """The guards that must be asked at every call. All hold now, and what the others read is noted."""
+    left = log.left = []
+    for guard in guards:
+        if not getattr(guard, "is_read_by_reader", False):
+            left.append(guard)
+            continue
+        for part in guard.parts() if hasattr(guard, "parts") else (guard,):
+            failure = part.failure(call)
+            if not log.settle() or failure is not None:
+                left.append(part)
+    return left

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
 from functionalize.fsdp.objects import FSDPTensor
-from functionalize.ir.inputs import Call, InputSpec, Source, watch
+from functionalize.ir.inputs import Call, InputSpec, Source
 from functionalize.ir.ops import Geometry, geometry_of
 from functionalize.state.sources import Inner, ModuleTensor, OptimizerParameter
-from functionalize.util.unchanged import Unchanged
 
 
 class AliasPlace(NamedTuple):
@@ -39,6 +38,7 @@ class SharedGuard:
     """
 
     places: tuple[tuple[str, Source, int, Geometry], ...]
+    is_read_by_reader: ClassVar[bool] = True
 
     @staticmethod
     def of(
@@ -56,19 +56,15 @@ class SharedGuard:
         )
         return (SharedGuard(found),) if found else ()
 
-    def watched(self, call: Call, facts: Unchanged) -> SharedGuard | None:
-        left = []
-        for place in self.places:
-            if watch(place[1], call, facts):
-                facts.aliases.append((place[1].resolve(call), place[2]))
-            else:
-                left.append(place)
-        return SharedGuard(tuple(left)) if left else None
+    def parts(self) -> list[SharedGuard]:
+        """A guard for each place."""
+        return [SharedGuard((place,)) for place in self.places]
 
     def failure(self, call: Call) -> str | None:
+        read = call.reader
         for name, source, index, geometry in self.places:
             try:
-                now = source.resolve(call)
+                now = read.window(read.find(source, call), index)
             except (LookupError, AttributeError):
                 return f"`{name}` is gone, which shared a storage with another input"
             whole = call.inputs[index]

@@ -28,7 +28,6 @@ from functionalize.cost.categories import Category
 from functionalize.ir.inputs import Call
 from functionalize.recorder.recorder import Recorder
 from functionalize.util.number_uses import any_needs_exact
-from functionalize.util.unchanged import Unchanged
 from functionalize.walk.code_names import names_in
 from functionalize.walk.fact_text import draws_text, text_of
 from functionalize.walk.live_places import content, is_writable, put
@@ -48,16 +47,13 @@ class GeneratorPlace:
     name: str
     generator: Any
     place: Held | None = None
+    is_read_by_reader: ClassVar[bool] = True
 
     def failure(self, call: Call) -> str | None:
         """Why draws of a replay would not be those of the step, or None."""
-        if self.place is None or content(self.place) is self.generator:
+        if self.place is None or content(self.place, call.reader) is self.generator:
             return None
         return f"`{self.name}` is another generator"
-
-    def watched(self, call: Call, facts: Unchanged) -> None:
-        if self.place is not None:
-            self.place.watched(call, facts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

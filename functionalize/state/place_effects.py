@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 from functionalize.cost.categories import Category
 from functionalize.ir.inputs import Call
 from functionalize.state.hyperparameters import number_tensor
-from functionalize.util.unchanged import Unchanged
 from functionalize.walk.live_places import content, is_absent, put
 from functionalize.walk.parts import Held
 
@@ -75,14 +74,11 @@ class FlagGuard:
     name: str
     place: Held
     was: bool | str
+    is_read_by_reader: ClassVar[bool] = True
 
     def failure(self, call: Call) -> str | None:
         """Why the program does not hold, or None."""
-        now = content(self.place)
+        now = content(self.place, call.reader)
         if type(now) is type(self.was) and now == self.was:
             return None
         return f"`{self.name}` is {'gone' if is_absent(now) else repr(now)}, was {self.was!r}"
-
-    def watched(self, call: Call, facts: Unchanged) -> None:
-        """Add the place to `facts`."""
-        self.place.watched(call, facts)

@@ -27,13 +27,11 @@ from typing import Any, ClassVar
 
 from functionalize._compat.modules import hooks_of_optimizers
 from functionalize.calls.draws import process_generators as drawn_from
-from functionalize.ir.guards import Guard
 from functionalize.ir.inputs import Call
 from functionalize.state.step_guards import ModuleGuard
 from functionalize.util.number_uses import any_needs_exact
 from functionalize.util.reading import values_of
 from functionalize.util.text import with_article
-from functionalize.util.unchanged import Unchanged
 from functionalize.walk.code_uses import lines_of_changes, lines_of_methods, lines_of_uses
 from functionalize.walk.fact_text import (
     KEPT_OBJECT,
@@ -103,6 +101,7 @@ class SurroundingsGuard:
     state: PythonState
     stale: str | None = None
     entries: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    is_read_by_reader: ClassVar[bool] = True
     is_slow: ClassVar[bool] = True  # it walks all objects where something has changed
 
     @staticmethod
@@ -127,9 +126,12 @@ class SurroundingsGuard:
     def failure(self, call: Call) -> str | None:
         if self.stale is not None:
             return self.stale
-        was = self.state
+        was, read = self.state, call.reader
         if was.probes.hold(call.leaves):
+            read.walked(was.probes, SameObjects(was.probes))
             return None
+        # Right after a walk they do not hold where a part of an object is made anew whenever it is read.
+        read.moves()
         now = walked_again(self.fn, call.leaves, was, is_replay=True)
         failure = _difference(was.facts, was.paths, now.facts, now.paths)
         if failure is None:
@@ -152,14 +154,6 @@ class SurroundingsGuard:
         of_libraries = {path for path, kind in owners.items() if kind and is_of_library(kind)}
         paths -= of_libraries  # their code reads these numbers in ways that nobody looks at
         return LivePlaces({p.place: p for path, p, _ in now.slots if path in paths})
-
-    def watched(self, call: Call, facts: Unchanged) -> Guard | None:
-        probes = self.state.probes
-        # They do not hold right after a walk where a part of an object is made anew whenever it is read.
-        if self.stale is not None or not probes.hold(call.leaves):
-            return self
-        probes.watched(facts)
-        return SameObjects(probes)
 
     def filled(self) -> list[Filled]:
         """The deques that hold more elements than at the walk, and take so many and no more."""

@@ -25,10 +25,9 @@ from functionalize._compat.references import address
 from functionalize.cost.categories import Category, category_of
 from functionalize.fsdp.objects import fsdp_parameters, fsdp_slots, fsdp_tensors
 from functionalize.fsdp.python_state import FSDPEffects
-from functionalize.ir.inputs import Argument, Call, Source, watch
+from functionalize.ir.inputs import Argument, Call, Source
 from functionalize.util.reading import elements_of, entry_of, is_a, item_of, items_of
 from functionalize.util.tensor_wrappers import is_no_wrapper, local_tensor, plain_tensors_by_path
-from functionalize.util.unchanged import Unchanged
 from functionalize.walk.fact_text import NUMBERS
 from functionalize.walk.parts import Held
 from functionalize.walk.roots import Roots
@@ -54,12 +53,7 @@ class ModuleTensor:
         return table
 
     def resolve(self, call: Call) -> Any:
-        return item_of(getattr(self.module, self.table), self.name)
-
-    def watched(self, call: Call, facts: Unchanged) -> bool:
-        facts.attribute(self.module, self.table)
-        facts.entry(self.entries, self.name)
-        return True
+        return call.reader.item(call.reader.attribute(self.module, self.table), self.name)
 
 
 class Slot(Protocol):
@@ -73,8 +67,8 @@ class Slot(Protocol):
         """Assign a tensor or None."""
         ...
 
-    def holder(self, call: Call, facts: Unchanged) -> tuple[Any, str] | None:
-        """The object of which this is an attribute, as long as the facts hold, and the attribute; None: unknown."""
+    def is_filled(self, call: Call) -> bool:
+        """Whether it holds a tensor now."""
         ...
 
 
@@ -99,9 +93,15 @@ class Gradient:
         """Assign a tensor or None."""
         self.of.resolve(call).grad = value
 
-    def holder(self, call: Call, facts: Unchanged) -> tuple[Any, str] | None:
-        """The tensor that has this gradient."""
-        return (self.of.resolve(call), "grad") if watch(self.of, call, facts) else None
+    def is_filled(self, call: Call) -> bool:
+        """Whether there is a gradient now."""
+        read = call.reader
+        owner = read.find(self.of, call)
+        if owner.grad_fn is not None and not owner.retains_grad:
+            read.moves()
+            return False
+        read.place(self, owner, "grad")
+        return read.is_there(owner, "grad")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,14 +115,8 @@ class OptimizerState:
     category: ClassVar[Category] = Category.OPTIMIZER_STATE
 
     def resolve(self, call: Call) -> Any:
-        param = item_of(
-            item_of(item_of(self.optimizer.param_groups, self.group), "params"), self.index
-        )
-        return item_of(item_of(self.optimizer.state, param), self.key)
-
-    def watched(self, call: Call, facts: Unchanged) -> bool:
-        facts.states(self.optimizer)
-        return _watch_parameters(self.optimizer, self.group, facts)
+        param = _parameter(self.optimizer, self.group, self.index, call)
+        return call.reader.state(self.optimizer, param, self.key)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,12 +129,7 @@ class OptimizerParameter:
     category: ClassVar[Category] = Category.SHARDED_PARAMETERS
 
     def resolve(self, call: Call) -> Any:
-        return item_of(
-            item_of(item_of(self.optimizer.param_groups, self.group), "params"), self.index
-        )
-
-    def watched(self, call: Call, facts: Unchanged) -> bool:
-        return _watch_parameters(self.optimizer, self.group, facts)
+        return _parameter(self.optimizer, self.group, self.index, call)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,6 +151,7 @@ class Inner:
 
     of: Source
     attribute: str
+    is_inner: ClassVar[bool] = True
 
     @property
     def category(self) -> Category:
@@ -169,27 +159,17 @@ class Inner:
         return category_of(self.of)
 
     def resolve(self, call: Call) -> Any:
-        return getattr(self.of.resolve(call), self.attribute)
+        return call.reader.attribute(*self.home(call))
 
-    def wrapper(self, call: Call, facts: Unchanged) -> tuple[Any, str] | None:
-        """The tensor around it, as long as the facts hold, and the attribute; None: unknown."""
-        return (self.of.resolve(call), self.attribute) if watch(self.of, call, facts) else None
-
-    def watched(self, call: Call, facts: Unchanged) -> bool:
-        found = self.wrapper(call, facts)
-        if found is not None:
-            facts.attribute(*found)
-        return found is not None
+    def home(self, call: Call) -> tuple[Any, str]:
+        """The tensor around it, and the attribute."""
+        return call.reader.find(self.of, call), self.attribute
 
 
-def _watch_parameters(optimizer: torch.optim.Optimizer, group: int, facts: Unchanged) -> bool:
-    groups = optimizer.param_groups
-    facts.attribute(optimizer, "param_groups")
-    facts.entry(groups, group)
-    found = item_of(groups, group)
-    facts.entry(found, "params")
-    facts.elements(item_of(found, "params"))
-    return True
+def _parameter(optimizer: torch.optim.Optimizer, group: int, index: int, call: Call) -> Any:
+    read = call.reader
+    found = read.item(read.attribute(optimizer, "param_groups"), group)
+    return read.element(read.item(found, "params"), index)
 
 
 def unwrapped(name: str, source: Source, value: Any) -> Iterator[tuple[str, Source, Tensor]]:

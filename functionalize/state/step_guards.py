@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import call
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +16,15 @@ from functionalize._compat.autograd import (
     accumulator_hooks,
     hooks_of,
     may_have_accumulator,
-    reference_count,
 )
 from functionalize.errors import UncapturableError
-from functionalize.ir.inputs import Call, Source, watch
+from functionalize.ir.inputs import Call, Source
 from functionalize.ir.ops import Geometry, geometry_of
 from functionalize.state.hyperparameters import Key, is_liftable
 from functionalize.state.sources import Slot
-from functionalize.util.reading import elements_of, item_of, items_of, keys_of, values_of
+from functionalize.util.reader import READER, Reader
+from functionalize.util.reading import item_of, values_of
 from functionalize.util.text import with_article
-from functionalize.util.unchanged import Unchanged, token
 from functionalize.walk.fact_text import NUMBERS
 from functionalize.walk.live_places import LIVE_NUMBERS, NO_PLACES, LivePlaces
 from functionalize.walk.parts import Held
@@ -41,6 +39,7 @@ class ModuleGuard:
     names: tuple[str, ...]
     facts: tuple[dict[str, Any], ...]
     live: LivePlaces = NO_PLACES
+    is_read_by_reader: ClassVar[bool] = True
 
     @staticmethod
     def of(roots: Roots, live: LivePlaces = NO_PLACES) -> ModuleGuard:
@@ -52,23 +51,10 @@ class ModuleGuard:
 
     def failure(self, call: Call) -> str | None:
         for module, name, was in zip(self.modules, self.names, self.facts, strict=True):
-            now = _facts(module, self.live)
+            now = _facts(module, self.live, call.reader)
             if now != was:
                 return f"`{name}` has {_changed(now, was)}"
         return None
-
-    def watched(self, call: Call, facts: Unchanged) -> None:
-        for module in self.modules:
-            table = vars(module)
-            has_tensors = any(issubclass(type(value), Tensor) for value in table.values())
-            if has_tensors or self.live.keys_of(table):  # which may be others at every call
-                facts.read(partial(_facts, module, self.live))
-                continue
-            facts.attribute(module, "__dict__")
-            facts.table(table)
-            facts.table(table.get("_modules", {}))
-            for key in _REGISTRIES:
-                facts.keys(table.get(key, {}))
 
     def varied(self) -> LivePlaces:
         """The places of numbers that are others than at the capture, of the same types."""
@@ -124,21 +110,31 @@ def _changed_numbers(table: dict[str, Any], was: dict[str, Any]) -> Iterator[tup
             yield key, value
 
 
-def _facts(module: nn.Module, live: LivePlaces) -> dict[str, Any]:
+def _facts(module: nn.Module, live: LivePlaces, read: Reader = READER) -> dict[str, Any]:
     """The facts about a module that determine its ops: equal dicts mean equal ops."""
-    table = vars(module)
+    table = read.attribute(module, "__dict__")
+    if live.keys_of(table) or any(issubclass(type(value), Tensor) for value in table.values()):
+        # These may be others at every call, and the facts the same.
+        found: dict[str, Any] = read.result(partial(_facts_in, table, live, READER))
+        return found
+    return _facts_in(read.table(table), live, read)
+
+
+def _facts_in(table: dict[str, Any], live: LivePlaces, read: Reader) -> dict[str, Any]:
     found = {key: value for key, value in table.items() if type(value) in _PLAIN}
     for key in live.keys_of(table) & found.keys():
         if type(found[key]) in LIVE_NUMBERS:
             found[key] = type(found[key])
-    found["children"] = [id(child) for child in values_of(table.get("_modules", {}))]
-    kinds = {key: type(each) for key, each in items_of(table.get("_buffers", {}))}
-    for key, kind in kinds.items():
-        if kind not in (Tensor, type(None)):
+    children = read.table(table.get("_modules", {}))
+    found["children"] = [id(child) for child in values_of(children)]
+    for key, kind in read.kinds(table.get("_buffers", {})).items():
+        if kind is not Tensor:
             found[f"the type of {key}"] = f"{kind.__module__}.{kind.__qualname__}"
+    for key, kind in read.kinds(table.get("_parameters", {})).items():
+        if kind is type(None):
+            found[key] = None
     for key in _REGISTRIES:
-        # A scripted module's can be iterated only so.
-        found[key] = list(keys_of(table.get(key, {})))
+        found[key] = read.keys(table.get(key, {}))
     return found
 
 
@@ -185,6 +181,7 @@ class ParameterGuard:
     sources: tuple[Source, ...]
     names: tuple[str, ...]
     facts: tuple[LeafFacts, ...]
+    is_read_by_reader: ClassVar[bool] = True
 
     @staticmethod
     def of(found: list[tuple[str, Source, Tensor]], asks_nodes: bool = True) -> ParameterGuard:
@@ -205,54 +202,60 @@ class ParameterGuard:
             ),
         )
 
-    def watched(self, call: Call, facts: Unchanged) -> ParameterGuard | None:
-        left, counted = [], []
-        for each in zip(self.sources, self.names, self.facts, strict=True):
-            source = each[0]
-            now = source.resolve(call)
-            # A table of hooks may be filled in place, also one that is empty now.
-            has_tables = any(getattr(now, name) is not None for name in HOOKS_OF_TENSORS)
-            asks_node = each[2].of_node is not None
-            has_tables |= asks_node and may_have_accumulator(now)
-            if not now.is_leaf or has_tables or not watch(source, call, facts):
-                left.append(each)
-                continue
-            if asks_node and now.requires_grad:
-                counted.append(token(now))
-            for name in ("requires_grad", "grad_dtype", *HOOKS_OF_TENSORS):
-                facts.attribute(now, name)
-        if counted:
-            facts.read(partial(_reference_counts, counted))
-        if not left:
-            return None
-        sources, names, were = zip(*left, strict=True)
-        return ParameterGuard(sources, names, were)
+    def parts(self) -> list[ParameterGuard]:
+        """A guard for each tensor."""
+        found = zip(self.sources, self.names, self.facts, strict=True)
+        return [ParameterGuard((source,), (name,), (fact,)) for source, name, fact in found]
 
     def failure(self, call: Call) -> str | None:
+        read = call.reader
         found = zip(self.sources, self.names, self.facts, strict=True)
         for source, name, (was, had_history, hooks, of_node, dtype, same) in found:
-            now = source.resolve(call)
+            now = read.find(source, call)
             if not isinstance(now, Tensor):
                 what = "None" if now is None else with_article(type(now).__name__)
                 return f"`{name}` is {what}, was a tensor"
             if same is not None and now is not same:
                 return f"`{name}` is another parameter"
-            if hooks_of(now) != hooks:
+            if _hooks(now, read) != hooks:
                 return f"`{name}` has other hooks on its gradient"
-            if of_node is not None and len(accumulator_hooks(now)) != of_node:
+            if of_node is not None and _hooks_of_node(now, read) != of_node:
                 return f"`{name}` has other hooks on the node that accumulates its gradient"
-            if now.requires_grad != was:
+            requires_grad = read.attribute(now, "requires_grad")
+            if requires_grad != was:
                 return f"`{name}` {'no longer requires' if was else 'now requires'} a gradient"
-            if now.requires_grad and (now.grad_fn is not None) != had_history:
+            if requires_grad and _has_history(now, read) != had_history:
                 return f"`{name}` {'was' if had_history else 'is now'} computed from tensors that require a gradient"
-            if _grad_dtype(source, now) != dtype:
-                return f"`{name}` has the grad_dtype {_grad_dtype(source, now)}, had {dtype}"
+            now_dtype = _grad_dtype(source, now, read)
+            if now_dtype != dtype:
+                return f"`{name}` has the grad_dtype {now_dtype}, had {dtype}"
         return None
 
 
-def _reference_counts(tensors: Sequence[Callable[[], Any]]) -> int:
-    """The sum of the references that C++ has to tensors: each has one, and more if its node is kept."""
-    return sum(map(reference_count, map(call, tensors)))
+def _hooks(tensor: Tensor, read: Reader) -> tuple[int, int]:
+    """The numbers of a tensor's hooks. A table of them may be filled in place, also one that is empty now."""
+    for name in HOOKS_OF_TENSORS:
+        if read.attribute(tensor, name) is not None:
+            read.moves()
+    return hooks_of(tensor)
+
+
+def _has_history(tensor: Tensor, read: Reader) -> bool:
+    """Whether a backward goes on from a tensor. Each read of a node makes another object."""
+    if read.attribute(tensor, "grad_fn") is None:
+        return False
+    read.moves()
+    return True
+
+
+def _hooks_of_node(leaf: Tensor, read: Reader) -> int:
+    """The number of hooks on the node that accumulates the gradient of a leaf: of one that nobody keeps, none."""
+    if may_have_accumulator(leaf):
+        read.moves()
+        return len(accumulator_hooks(leaf))
+    if read.attribute(leaf, "requires_grad"):
+        read.references(leaf)
+    return 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -294,14 +297,17 @@ class MetadataGuard:
         return None
 
 
-def _grad_dtype(source: Source, value: Tensor) -> str:
+def _grad_dtype(source: Source, value: Tensor, read: Reader = READER) -> str:
     """The dtype of a leaf's gradient, if it is not the leaf's own.
 
     That of an unsharded parameter changes during a step: `FSDPState` restores it, see `fsdp/python_state.py`.
     """
-    if not value.is_leaf or getattr(source, "attribute", "") == "_unsharded_param":
+    if not value.is_leaf:
+        read.moves()
         return _OWN
-    dtype: torch.dtype | None = value.grad_dtype
+    if getattr(source, "attribute", "") == "_unsharded_param":
+        return _OWN
+    dtype: torch.dtype | None = read.attribute(value, "grad_dtype")
     return _OWN if dtype is value.dtype else str(dtype)
 
 
@@ -319,6 +325,7 @@ class HyperparameterGuard:
     name: str
     facts: tuple[dict[str, Any], ...]
     lifted: frozenset[Key] = frozenset()
+    is_read_by_reader: ClassVar[bool] = True
 
     @staticmethod
     def of(
@@ -339,23 +346,8 @@ class HyperparameterGuard:
             if key != "params"
         )
 
-    def watched(self, call: Call, facts: Unchanged) -> None:
-        groups = self.optimizer.param_groups
-        facts.attribute(self.optimizer, "param_groups")
-        facts.elements(groups)
-        for i, group in enumerate(elements_of(groups)):
-            facts.keys(group)
-            for key, value in items_of(group):
-                if (self.name, i, key) in self.lifted:
-                    facts.read(partial(_kind, group, key))
-                elif not issubclass(type(value), Tensor):
-                    facts.entry(group, key)
-                else:
-                    facts.read(partial(_is_tensor, group, key))
-            facts.elements(item_of(group, "params"))
-
     def failure(self, call: Call) -> str | None:
-        now = _hyperparameters(self.optimizer, self.lifted)
+        now = _hyperparameters(self.optimizer, self.lifted, call.reader)
         if now == self.facts:
             return None
         if len(now) != len(self.facts):
@@ -369,20 +361,30 @@ class HyperparameterGuard:
 
 
 def _hyperparameters(
-    optimizer: torch.optim.Optimizer, lifted: frozenset[Key]
+    optimizer: torch.optim.Optimizer, lifted: frozenset[Key], read: Reader = READER
 ) -> tuple[dict[str, Any], ...]:
-    facts: tuple[dict[str, Any], ...] = tuple(
+    groups = read.elements(read.attribute(optimizer, "param_groups"))
+    numbers = {(at, key) for _, at, key in lifted}
+    return tuple(
         {
-            key: tuple(map(id, elements_of(value))) if key == "params" else value
-            for key, value in items_of(group)
-            if not issubclass(type(value), Tensor)
+            key: _hyperparameter(group, key, (at, key) in numbers, read)
+            for key in read.keys(group)
+            if not (_is_tensor(group, key) and read.result(partial(_is_tensor, group, key)))
         }
-        for group in elements_of(optimizer.param_groups)
+        for at, group in enumerate(groups)
     )
-    for _, group, key in lifted:
-        if group < len(facts) and key in facts[group]:
-            facts[group][key] = _kind(facts[group], key)
-    return facts
+
+
+def _hyperparameter(group: dict[str, Any], key: str, is_lifted: bool, read: Reader) -> Any:
+    if key == "params":
+        return tuple(map(id, read.elements(read.item(group, key))))
+    if is_lifted:
+        return read.result(partial(_kind, group, key))
+    value = read.item(group, key)
+    # A script may change these in place.
+    if type(value) is list:
+        return list(read.elements(value))
+    return dict(read.table(value)) if type(value) is dict else value
 
 
 def _kind(group: dict[str, Any], key: str) -> Any:
@@ -392,7 +394,7 @@ def _kind(group: dict[str, Any], key: str) -> Any:
 
 
 def _is_tensor(group: dict[str, Any], key: str) -> bool:
-    return isinstance(group[key], Tensor)
+    return issubclass(type(item_of(group, key)), Tensor)
 
 
 def check_writable(name: str, slot: Slot, call: Call) -> None:
@@ -415,6 +417,7 @@ class SlotGuard:
     slots: tuple[Slot, ...]
     names: tuple[str, ...]
     present: tuple[bool, ...]
+    is_read_by_reader: ClassVar[bool] = True
 
     @staticmethod
     def of(call: Call, slots: Sequence[tuple[str, Slot]]) -> SlotGuard:
@@ -422,26 +425,17 @@ class SlotGuard:
         return SlotGuard(
             tuple(slot for _, slot in slots),
             tuple(name for name, _ in slots),
-            tuple(slot.resolve(call) is not None for _, slot in slots),
+            tuple(slot.is_filled(call) for _, slot in slots),
         )
 
-    def watched(self, call: Call, facts: Unchanged) -> SlotGuard | None:
-        left = []
-        for each in zip(self.slots, self.names, self.present, strict=True):
-            holder = each[0].holder(call, facts)
-            if holder is None:
-                left.append(each)
-            else:
-                facts.presence(*holder)
-                facts.place(each[0], *holder)
-        if not left:
-            return None
-        slots, names, present = zip(*left, strict=True)
-        return SlotGuard(slots, names, present)
+    def parts(self) -> list[SlotGuard]:
+        """A guard for each slot."""
+        found = zip(self.slots, self.names, self.present, strict=True)
+        return [SlotGuard((slot,), (name,), (was,)) for slot, name, was in found]
 
     def failure(self, call: Call) -> str | None:
         for slot, name, was in zip(self.slots, self.names, self.present, strict=True):
-            now = slot.resolve(call) is not None
+            now = slot.is_filled(call)
             if now != was:
                 return f"`{name}` {'is there' if now else 'is missing'}, was {'' if was else 'not '}there"
         return None

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from functionalize._compat.autograd import reference_count
 from functionalize._compat.fast_guards import dict_version, has_plain_attributes, plain_reads
 from functionalize.util.reading import PLAIN_CONTAINERS, elements_of, item_of, size_of, values_of
 
@@ -60,6 +61,7 @@ class Unchanged:
         self._attributes: dict[str, list[Any]] = {}
         self._presence: dict[str, list[Any]] = {}
         self._kinds: list[Any] = []
+        self._counted: list[Callable[[], Any]] = []
         self._reads: list[Callable[[], Any]] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._tests: list[Test] = []
@@ -142,6 +144,20 @@ class Unchanged:
         """The class of an object."""
         self._kinds.append(value)
 
+    def kinds(self, table: Any) -> None:
+        """The keys of a dict, in their order, and the classes of its values."""
+        found = self._of(table)
+        found.has_keys = found.has_kinds = True
+
+    def references(self, tensor: Tensor) -> None:
+        """The number of references that C++ has to a tensor."""
+        if self._is_new("references", id(tensor)):
+            self._counted.append(token(tensor))
+
+    def window(self, tensor: Tensor, index: int) -> None:
+        """A tensor stays a window on the storage of input `index`."""
+        self.aliases.append((tensor, index))
+
     def states(self, optimizer: torch.optim.Optimizer) -> None:
         """The states of an optimizer's parameters, each a dict."""
         if self._is_new("states", id(optimizer)):
@@ -191,6 +207,8 @@ class Unchanged:
             with plain_reads() if is_plain else nullcontext():
                 self._equal(_presence(reading(names, owners)), is_plain)
         self._same(partial(map, type, self._kinds))
+        if self._counted:
+            self._equal(lambda: sum(map(reference_count, map(call, self._counted))))
         self._tests += [_States(optimizer).hold for optimizer in self._optimizers]
         for read in self._reads:
             self._equal(read)
@@ -226,10 +244,11 @@ def _are(values: Sequence[Any], read: Read) -> Test:
 
 
 class _Dict:
-    """Facts about one dict: all of it, its keys, some entries, whether some entries are None, names in it."""
+    """Facts about one dict: all of it, its keys, kinds of values, some entries, which of them are None, names."""
 
     def __init__(self, table: Any) -> None:
-        self.table, self.is_whole, self.has_keys = table, False, False
+        self.table, self.is_whole = table, False
+        self.has_keys = self.has_kinds = False
         self._read = getitem if type(table) in PLAIN_CONTAINERS else item_of
         self.entries: set[Any] = set()
         self.presence: set[Any] = set()
@@ -242,7 +261,7 @@ class _Dict:
     def freeze(self) -> None:
         """Read the dict."""
         table, get = self.table, self._read
-        self._keys, self._size = self._keys_now(), size_of(table)
+        self._keys, self._kinds, self._size = self._keys_now(), self._kinds_now(), size_of(table)
         if self.is_whole:
             self.entries = set(elements_of(table))
         self._values = [(key, token(get(table, key))) for key in self.entries]
@@ -255,11 +274,15 @@ class _Dict:
             return []
         return [key if type(key) is str else _Same(key) for key in elements_of(self.table)]
 
+    def _kinds_now(self) -> list[type]:
+        return list(map(type, values_of(self.table))) if self.has_kinds else []
+
     def hold(self) -> bool:
         """Whether the dict is as it was at `freeze`."""
         table, get = self.table, self._read
         return (
             self._keys_now() == self._keys
+            and self._kinds_now() == self._kinds
             and all(was() is get(table, key) for key, was in self._values)
             and all((get(table, key) is None) is was for key, was in self._present)
             and (not self._reads or size_of(table) == self._size)

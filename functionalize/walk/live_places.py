@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from functionalize.scalars.live_scalars import is_live, left_behind
 from functionalize.util.by_class import by_class
 from functionalize.util.packages import is_users, is_users_class, is_users_function
+from functionalize.util.reader import READER, Reader
 from functionalize.util.reading import elements_of, is_a, table_of, values_of
 from functionalize.util.structure import attributes_of
 from functionalize.util.tensor_wrappers import address_of
@@ -195,10 +196,10 @@ def put(place: Held, value: Any) -> None:
         object.__setattr__(container, key, value)
 
 
-def content(place: Held) -> Any:
+def content(place: Held, read: Reader = READER) -> Any:
     """What a place holds now; an object that is nothing else if there is no such place."""
     try:
-        return place.resolve()
+        return place.read_by(read)
     except (LookupError, AttributeError, ValueError):
         return _ABSENT
 

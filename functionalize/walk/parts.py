@@ -72,10 +72,10 @@ from functionalize.util.code_objects import is_generated
 from functionalize.util.own_values import OWN_VALUES
 from functionalize.util.packages import is_standard, is_users, is_users_class, is_users_function
 from functionalize.util.process_groups import group_name, is_group
+from functionalize.util.reader import READER, Reader
 from functionalize.util.reading import is_a, item_of, table_of
 from functionalize.util.tensor_wrappers import is_no_wrapper
 from functionalize.util.text import with_article
-from functionalize.util.unchanged import Unchanged
 from functionalize.walk.code_names import (
     EQUALITY,
     OBJECTS,
@@ -110,27 +110,18 @@ class Held:
     category: ClassVar[Category] = Category.BUFFERS
 
     def resolve(self, call: Call | None = None) -> Any:
-        container = self.container
-        if is_a(container, Held):
-            container = container.resolve()
-        if self.key is None:
-            return container.cell_contents
-        if is_a(container, WITH_ITEMS):
-            return item_of(container, self.key)
-        return getattr(container, self.key)
+        return self.read_by(READER if call is None else call.reader)
 
-    def watched(self, call: Call, facts: Unchanged) -> bool:
+    def read_by(self, reader: Reader) -> Any:
+        """What is there now."""
         container = self.container
         if is_a(container, Held):
-            container.watched(call, facts)
-            container = container.resolve()
+            container = container.read_by(reader)
         if self.key is None:
-            facts.attribute(container, "cell_contents")
-        elif is_a(container, WITH_ITEMS):
-            facts.entry(container, self.key)
-        else:
-            facts.attribute(container, self.key)
-        return True
+            return reader.attribute(container, "cell_contents")
+        if is_a(container, WITH_ITEMS):
+            return reader.item(container, self.key)
+        return reader.attribute(container, self.key)
 
     @property
     def home(self) -> int:
@@ -149,8 +140,8 @@ class Held:
 class MovedPlace(Held):
     """A place where the step puts another tensor at every call: it is looked up at each replay."""
 
-    def watched(self, call: Call, facts: Unchanged) -> bool:
-        return False
+    def resolve(self, call: Call | None = None) -> Any:
+        return self.read_by(READER)
 
 
 class Part(NamedTuple):

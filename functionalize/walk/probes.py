@@ -299,7 +299,7 @@ class Probes:
         starts = _objects(leaves)
         return len(starts) == len(self._starts) and all(map(is_, starts, self._starts))
 
-    def watched(self, facts: Unchanged) -> None:
+    def note_in(self, facts: Unchanged) -> None:
         """Add all that `hold` reads, arguments apart, to `facts`. It holds now.
 
         Names of tables that no code reads count as well here, so that the facts may fail where `hold` would not.

@@ -102,7 +102,7 @@ def test_what_a_recording_replaces_in_torch_and_restores_is_no_change() -> None:
     step = Holder().step
     state, facts = walked(step), Unchanged()
     probes = walked_again(step, (), state, is_replay=True).probes
-    probes.watched(facts)
+    probes.note_in(facts)
     facts.freeze()
     with Recorder():
         torch.ones(1)
@@ -117,7 +117,7 @@ def test_a_set_is_compared_by_its_elements(monkeypatch: pytest.MonkeyPatch) -> N
     box = {"names": {"a"}, "none": set()}
     step = lambda x: len(box["names"]) + len(box["none"])  # noqa: E731
     state, facts = walked(step), Unchanged()
-    walked_again(step, (), state, is_replay=True).probes.watched(facts)
+    walked_again(step, (), state, is_replay=True).probes.note_in(facts)
     monkeypatch.setattr("functionalize.walk.probes.parts_of", None)
     facts.freeze()
     assert facts.hold()
