@@ -31,6 +31,7 @@ from functionalize.state import step_guards as guards
 from functionalize.state.alias_guard import SharedGuard
 from functionalize.state.hyperparameters import HyperparameterNumber, HyperparameterSet
 from functionalize.state.mode_guard import ModeGuard
+from functionalize.state.tensor_attributes import ArgumentAttributes
 from functionalize.walk.parts import Held, MovedPlace
 
 
@@ -44,6 +45,7 @@ _PLAIN = (
     fsdp_state.FSDPState,
     fsdp_state.FSDPStateGuard,
     fsdp_state.Place,
+    ArgumentAttributes,
     ModeGuard,
     guards.MetadataGuard,
     guards.SlotGuard,

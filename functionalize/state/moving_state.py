@@ -98,6 +98,7 @@ from functionalize.walk.live_places import (
     is_absent,
     is_alone,
     is_bundle,
+    is_same_content,
     may_grow,
     numbers_moved,
     part_at,
@@ -260,7 +261,7 @@ def moved(before: PythonState, after: PythonState) -> LivePlaces:
     values = {
         p.place: p
         for _, p, value in after.slots
-        if not _is_same(were.get(p.place, before), value)
+        if not is_same_content(were.get(p.place, before), value)
         and (type(value) is not Bundle or value.may_replace(were.get(p.place)))
     }
     numbers = {
@@ -324,14 +325,6 @@ def is_only_appended(state: PythonState, path: Path, place: Held, found: list[An
 
 def _is_no_number(value: Any) -> bool:
     return isinstance(value, (Tensor, bool, str)) or is_bundle(value)
-
-
-def _is_same(was: Any, now: Any) -> bool:
-    if type(now) is Bundle:
-        return not now.is_another(was)
-    if type(now) is weakref.ReferenceType:
-        return type(was) is weakref.ReferenceType and was() is now()
-    return type(was) is type(now) and repr(was) == repr(now)
 
 
 class MovingState:
@@ -487,7 +480,7 @@ class MovingState:
                 continue
             known = is_live(now) or isinstance(now, Tensor) or self._is_constant(name, now)
             known = known or self._is_fixed(now, hint)
-            if not known and (type(now) not in LIVE_NUMBERS or not _is_same(hint, now)):
+            if not known and (type(now) not in LIVE_NUMBERS or not is_same_content(hint, now)):
                 self._refuse(name, now, hint)
                 continue
             self.moved[place.place] = place
@@ -523,7 +516,7 @@ class MovingState:
         for keys, hint in was.hints.items():
             number = part_at(now, keys)
             known = is_live(number) or self._is_fixed(number, hint)
-            if not known and not _is_same(hint, number):
+            if not known and not is_same_content(hint, number):
                 advice = OWN_TEXTS if type(hint) is str else COMPUTED
                 self._refuse(".".join(map(str, (name, *keys))), number, hint, advice)
                 return

@@ -30,7 +30,7 @@ from functionalize.calls.draws import process_generators as drawn_from
 from functionalize.ir.inputs import Call
 from functionalize.state.step_guards import ModuleGuard
 from functionalize.util.number_uses import any_needs_exact
-from functionalize.util.reading import values_of
+from functionalize.util.reading import is_a, size_of, values_of
 from functionalize.util.text import with_article
 from functionalize.walk.code_uses import lines_of_changes, lines_of_methods, lines_of_uses
 from functionalize.walk.fact_text import (
@@ -44,7 +44,13 @@ from functionalize.walk.fact_text import (
     portable,
     text_of,
 )
-from functionalize.walk.live_places import LIVE_NUMBERS, NO_PLACES, LivePlaces
+from functionalize.walk.live_places import (
+    LIVE_NUMBERS,
+    NO_PLACES,
+    Bundle,
+    LivePlaces,
+    is_same_content,
+)
 from functionalize.walk.probes import Probes
 from functionalize.walk.roots import Roots
 from functionalize.walk.surroundings import process_generators
@@ -186,6 +192,8 @@ class SurroundingsGuard:
                 # What it holds may have more to say.
                 advices = [*(each for each in advices if each != OUTSIDE), KEPT_OBJECT]
             advice = next(iter(advices), OUTSIDE)
+            if found is None and (name := _replaced(was, now)) is not None:
+                found, advice = f"`{name}` is another object", KEPT_OBJECT
         if found is None:
             for (name, before), (_, after) in zip(self.entries, _entries(was.roots), strict=True):
                 if before != after:
@@ -359,6 +367,21 @@ def _difference(
     return f"`{text_of(longer[min(len(now), len(facts))])}` is {what}"
 
 
+def _replaced(was: PythonState, now: PythonState) -> str | None:
+    """The name of a place in which the step has put another tensor, or another container of tensors; None: of none.
+
+    No code of the step reads what is there, so that it is no fact; the loop around the step may.
+    """
+    before = {place.place: value for _, place, value in was.slots}
+    for path, place, value in now.slots:
+        is_of_tensors = type(value) is Bundle or type(value) is weakref.ReferenceType
+        if not is_of_tensors or place.place not in before or place.place in was.live.values:
+            continue
+        if not is_same_content(before[place.place], value):
+            return text_of(path)
+    return None
+
+
 def _kind_of(fact: Any) -> type | None:
     """The type of the number that a fact is about, or None. An int is its own fact, other numbers have a text."""
     kind = fact[0] if type(fact) is tuple and len(fact) == 2 else type(fact)
@@ -378,4 +401,9 @@ def _replaced_holder(
 
 def _entries(roots: Roots) -> tuple[tuple[str, tuple[int, ...]], ...]:
     optimizers = roots.optimizers.items()
-    return tuple((name, tuple(map(len, values_of(o.state)))) for name, o in optimizers)
+    return tuple((name, tuple(map(_size, values_of(o.state)))) for name, o in optimizers)
+
+
+def _size(state: Any) -> int:
+    """The number of entries in the state of a parameter; of what else an optimizer keeps there, one."""
+    return size_of(state) if is_a(state, dict) else 1

@@ -62,12 +62,14 @@ from functionalize.state.moving_state import Moves
 from functionalize.state.python_effects import check_leaves
 from functionalize.state.python_state import Filled
 from functionalize.state.sources import Gradient
+from functionalize.state.tensor_attributes import is_usual, unreturnable
 from functionalize.step.step_state import EntryState, ExitState, kept_objects, state_around
+from functionalize.util.reading import is_a
 from functionalize.util.structure import is_stateful, objects_inside
 from functionalize.util.tensor_wrappers import address_of, plain_tensors
 from functionalize.util.user_stack import line_of
 from functionalize.walk.code_uses import lines_of_returns
-from functionalize.walk.fact_text import HELD_TOO
+from functionalize.walk.fact_text import HELD_TOO, KEPT_OBJECT
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.parts import Held, Is
 from functionalize.walk.roots import Roots
@@ -213,6 +215,7 @@ class StepRecording:
         fn = self.entry.python_state.fn
         reasons = [
             *refusals(self.recorder, self.exit.leaves, self.entry.roots, fn),
+            *self._unreturnable(),
             self.recorder.checks.unknown_arguments() or self._clock(),
             self._unknown_target(),
         ]
@@ -220,6 +223,15 @@ class StepRecording:
         more = len(found) - _MOST_REASONS
         text = "; ".join(found[:_MOST_REASONS]) + (f"; and {more} more" if more > 0 else "")
         return text or self.entry.python_state.refusal
+
+    def _unreturnable(self) -> Iterator[str]:
+        """Why a replay could not return the tensors that the step has made and returns."""
+        results = self.exit.leaves[: len(self.exit.has_grad_fn)]
+        suspects = [each for each in results if is_a(each, Tensor) and not is_usual(each)]
+        if suspects:
+            known = kept_objects(self.recorder, self.entry, self.exit).keys()
+            arguments = {id(leaf) for leaf in self.entry.leaves}
+            yield from unreturnable(suspects, {*known, *arguments})
 
     def _unknown_target(self) -> str | None:
         """Why a repeated call would not do what it does in eager, or None."""
@@ -265,7 +277,10 @@ class StepRecording:
             )
         if not self.outliving:
             return None
-        if previous is None or not previous.outliving:
+        # The graph of a result without an end keeps what a backward reads. Else something holds them that no walk has
+        # found, and a replay would leave those of the recording there.
+        keeps_graph = any(self.exit.has_grad_fn)
+        if previous is None or not previous.outliving or not keeps_graph:
             where = self._where(lambda r: self.outliving[0].serial in r.meta.get("born", ()))
             return (
                 f"makes {len(self.outliving)} storages that outlive it: return these tensors, or keep them in "
@@ -301,9 +316,8 @@ class StepRecording:
         if any(each.name == found[0] for each in self.exit.filled):  # it will be full
             return None
         known = self.entry.moving.live.values.keys()
-        if (
-            HELD_TOO in changed and not self.exit.moved.values.keys() <= known
-        ):  # by a place that is live there
+        is_of_places = HELD_TOO in changed or KEPT_OBJECT in changed
+        if is_of_places and not self.exit.moved.values.keys() <= known:  # these are live there
             return None
         return changed + self._origin(changed)
 
@@ -457,7 +471,7 @@ def refusals(
         *checks.unrepeatable,
         *checks.unknown_sizes(recorder),
         checks.unwritten(recorder.records),
-        unreturnable + returned_at(fn) if (unreturnable := hidden(leaves)) else None,
+        inside + returned_at(fn) if (inside := hidden(leaves)) else None,
         why_not_here(list(roots.modules.values())),
     ]
     return [text for text in reasons if text]

@@ -64,6 +64,7 @@ from functionalize.state.storage_places import (
     fixed_inside,
     fixed_tensors,
 )
+from functionalize.state.tensor_attributes import ArgumentAttributes, GivenAttributes
 from functionalize.util.reading import is_a
 from functionalize.util.structure import KeptObject
 from functionalize.util.tensor_wrappers import plain_tensors
@@ -98,6 +99,7 @@ class EntryState:
     python_state: the guard on Python objects that the code of the step reads.
     hyperparameters: those that are live numbers in the recording.
     fixed: tensors that the step must not replace. arguments: those among the leaves. inside: those inside of others.
+    given: what scripts have assigned to tensors among the leaves.
     moving: the places in Python that the step moves, see `moving_state.py`.
     observed: `python_state` without the attributes of libraries' objects that the step does not touch, once it has run.
     """
@@ -113,6 +115,7 @@ class EntryState:
     fixed: list[FixedTensor]
     arguments: list[FixedTensor]
     inside: list[FixedTensor]
+    given: list[GivenAttributes]
     moving: MovingPlaces
     observed: ObservedState
 
@@ -180,6 +183,7 @@ class EntryState:
             list(fixed_tensors(roots, fsdp.tables(), state.live)),
             [FixedTensor.of(*each) for each in _tensor_arguments(roots, leaves)],
             list(fixed_inside(roots, fsdp.tables(), state.live)),
+            GivenAttributes.of(roots.arguments, leaves),
             moving,
             ObservedState(surroundings, AttributeReads(roots, state.seen)),
         )
@@ -278,7 +282,8 @@ class EntryState:
 
     def _change(self, modes: bool, explained: Container[int]) -> str | None:
         call = Call(self.leaves, [])
-        for each in (*self.fixed, *self.arguments, *self.inside):
+        tensors: list[FixedTensor | GivenAttributes] = [*self.fixed, *self.arguments, *self.inside]
+        for each in (*tensors, *self.given):
             if (change := each.change(call)) is not None:
                 return change
         facts = self.facts
@@ -312,6 +317,7 @@ def _facts(
     hyperparameters = [HyperparameterGuard.of(n, o, lifted) for n, o in roots.optimizers.items()]
     return [
         *constants,
+        ArgumentAttributes.of(roots.arguments, leaves),
         ModeGuard.now(),
         ModuleGuard.of(roots, live),
         *hyperparameters,

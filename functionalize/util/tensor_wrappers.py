@@ -42,6 +42,11 @@ def is_no_wrapper(value: Any) -> bool:
     return type(value) in _NO_WRAPPERS
 
 
+def is_wrapper(value: Any) -> bool:
+    """Whether a tensor is of a wrapper subclass: it has tensors inside."""
+    return not is_no_wrapper(value) and bool(is_traceable_wrapper_subclass(value))
+
+
 def local_tensor(value: Any) -> Tensor | None:
     """The plain tensor inside a `DTensor` of torch's own type, the usual wrapper; None may also mean undecided."""
     kind: Any = type(value)

@@ -272,7 +272,7 @@ class _Dict:
         """The keys as they count: a number by its identity, since 1 equals True."""
         if not (self.has_keys or self.is_whole):
             return []
-        return [key if type(key) is str else _Same(key) for key in elements_of(self.table)]
+        return [key if type(key) is str else Same(key) for key in elements_of(self.table)]
 
     def _kinds_now(self) -> list[type]:
         return list(map(type, values_of(self.table))) if self.has_kinds else []
@@ -366,14 +366,14 @@ class _States:
         return True
 
 
-class _Same:
+class Same:
     """An object that is equal to one with the same value only."""
 
     def __init__(self, value: Any) -> None:
         self._token = token(value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._token() is other._token()
+        return isinstance(other, Same) and self._token() is other._token()
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -89,7 +89,9 @@ def texts_in(code: types.CodeType) -> Iterator[str]:
 
 
 def is_only_stored(codes: Iterable[types.CodeType], name: Any) -> bool:
-    """Whether code assigns a name, and uses it nowhere else."""
+    """Whether code assigns a name, and uses it nowhere else. A key that is no text is no name."""
+    if type(name) is not str:
+        return False
     uses = {
         step.op
         for code in _every(codes)

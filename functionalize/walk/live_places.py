@@ -31,10 +31,11 @@ from functionalize.scalars.live_scalars import is_live, left_behind
 from functionalize.util.by_class import by_class
 from functionalize.util.packages import is_users, is_users_class, is_users_function
 from functionalize.util.reader import READER, Reader
-from functionalize.util.reading import elements_of, is_a, table_of, values_of
+from functionalize.util.reading import elements_of, is_a, items_of, table_of, values_of
 from functionalize.util.structure import attributes_of
 from functionalize.util.tensor_wrappers import address_of
 from functionalize.util.text import with_article
+from functionalize.util.unchanged import Same
 from functionalize.walk.fact_text import NUMBERS, PLAIN
 from functionalize.walk.parts import (
     CONTAINERS,
@@ -483,7 +484,7 @@ def _is_named_tuple(kind: type) -> bool:
 @by_class
 def _is_record(kind: type) -> bool:
     """Whether the objects of a class are their attributes: a dataclass that reads and stores them as usual."""
-    if kind is types.SimpleNamespace:
+    if kind in _NAMESPACES:
         return True
     return (
         dataclasses.is_dataclass(kind)
@@ -498,7 +499,7 @@ def _fields_of(value: Any) -> list[tuple[str, Any]] | None:
     """The attributes of a record; None if it has others than its class says."""
     found = attributes_of(value)
     kind = type(value)
-    names = found if kind is types.SimpleNamespace else [f.name for f in dataclasses.fields(kind)]
+    names = found if kind in _NAMESPACES else [f.name for f in dataclasses.fields(kind)]
     return [(name, found[name]) for name in names] if found.keys() == {*names} else None
 
 
@@ -551,6 +552,15 @@ class Bundle:
         return any((t := was()) is not None and address_of(t) != at for was, at in found)
 
 
+def is_same_content(was: Any, now: Any) -> bool:
+    """Whether two contents of a place, see `content_of`, are one: the same tensor or container, or equal numbers."""
+    if type(now) is Bundle:
+        return not now.is_another(was)
+    if type(now) is weakref.ReferenceType:
+        return type(was) is weakref.ReferenceType and was() is now()
+    return type(was) is type(now) and repr(was) == repr(now)
+
+
 def is_users_object(value: Any) -> bool:
     """Whether a value is an object of a class of the user's, or a namespace."""
     kind = type(value)
@@ -582,11 +592,35 @@ def state_numbers(optimizer: torch.optim.Optimizer, live: LivePlaces) -> list[tu
     """The numbers in an optimizer's state, each with its key; of live ones, the type."""
     return [
         (key, live.kind_at(Held(state, key), value) or (type(value), repr(value)))
-        for state in list(values_of(optimizer.state))
-        if isinstance(state, dict)
-        for key, value in state.items()
+        for state in states_of(optimizer)
+        for key, value in items_of(state)
         if type(value) in PLAIN
     ]
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> list[dict[Any, Any]]:
+    """The states of parameters, and the table of these, which may have other entries."""
+    return [*(each for each in values_of(optimizer.state) if is_a(each, dict)), optimizer.state]
+
+
+def tensors_of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, Held, Tensor]]:
+    """The tensors that an optimizer holds beside its parameters: the key of each, and its place."""
+    groups = [each for each in elements_of(optimizer.param_groups) if is_a(each, dict)]
+    for table in (*states_of(optimizer), *groups, optimizer.defaults):
+        for key, value in items_of(table):
+            if issubclass(type(value), Tensor):
+                yield key, Held(table, key), value
+
+
+def state_now(optimizer: torch.optim.Optimizer, live: LivePlaces) -> list[Any]:
+    """What stands in an optimizer's state, to be compared by `==`: its numbers, and which tensors there are."""
+    found: list[Any] = list(state_numbers(optimizer, live))
+    found += (
+        (key, Same(value))
+        for key, place, value in tensors_of_optimizer(optimizer)
+        if not live.has(place)
+    )
+    return found
 
 
 def may_move(holder: Visit, visit: Visit) -> bool:

@@ -59,7 +59,10 @@ from functionalize.walk.live_places import (
     may_live,
     may_move,
     names_lists,
+    state_now,
     state_numbers,
+    states_of,
+    tensors_of_optimizer,
 )
 from functionalize.walk.parts import (
     BY_EQUALITY,
@@ -182,9 +185,15 @@ def _walk(
         if not issubclass(type(leaf), Tensor):
             if type(leaf) not in PLAIN:
                 visits.append(Visit(((), name), name, leaf))
-        elif not state.hooks_run_outside and (hooks := state.hooks_on(leaf)):
+            continue
+        if not state.hooks_run_outside and (hooks := state.hooks_on(leaf)):
             visits.append(Visit(((), f"{name}.hooks"), "hook", tuple(hooks)))
             state.probes.give_up()  # the next argument is another tensor, with hooks of its own
+        if table := table_of(leaf):
+            given = attributes_of_tensor(leaf, table, state.names)
+            path: Path = ((), name)
+            visits += [Visit((path, p.key), f"{name}.{p.key}", p.value) for p in given]
+            state.probes.give_up()
     state.walk(visits, late)
 
 
@@ -648,15 +657,18 @@ class PythonState:
             self.hooks_run_outside and not reads_state
         ):  # what steps it is no part of a captured forward
             return
-        self.probes.add_optimizer(optimizer, partial(state_numbers, live=self.live))
+        self.probes.add_optimizer(optimizer, partial(state_now, live=self.live))
         for key, fact in state_numbers(optimizer, self.live):
             self._note(Visit(((visit.path, "state"), key), "", None), fact)
         states = [each for each in values_of(optimizer.state) if type(each) is dict]
-        for state in () if self._is_replay else states:
-            for key, value in state.items():
+        for state in () if self._is_replay else states_of(optimizer):
+            for key, value in items_of(state):
                 if type(value) in LIVE_NUMBERS:
                     place = Visit(((visit.path, "state"), key), "", value, Held(state, key))
                     self._note_slot(visit, place)
+        # The step may put others there.
+        for key, held, tensor in () if self._is_replay else tensors_of_optimizer(optimizer):
+            self._note_slot(visit, Visit(((visit.path, "state"), key), "", tensor, held))
         for at, state in enumerate(states):
             self._containers_of(visit, at, state)
 
