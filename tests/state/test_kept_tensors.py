@@ -1,4 +1,4 @@
-"""Tensors that a step leaves somewhere and that the loop around it reads: replays leave theirs, or the step is eager."""
+"""Tensors that a step leaves somewhere and the loop around it reads: replays leave theirs, or the step is eager."""
 
 from __future__ import annotations
 
