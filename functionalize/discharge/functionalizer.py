@@ -46,6 +46,15 @@ from functionalize.ir.ops import NESTED, Geometry, OpRecord, TensorRef, map_refs
 from functionalize.util.user_stack import located
 
 aten = torch.ops.aten
+# Ops that a BLAS computes: their bits depend on the addresses of their arguments.
+_BY_ADDRESS = frozenset(
+    {
+        *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+        *(aten.mv.default, aten.addmv.default, aten.dot.default, aten.vdot.default),
+        *(aten.linear.default, aten.matmul.default, aten.addbmm.default),
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
 
 
 class Functionalizer:
@@ -142,6 +151,8 @@ class Functionalizer:
     def _handler(self, target: Any) -> Callable[[Functionalizer, OpRecord], Any]:
         """Handler of an op, cached per overload; whether it aliases an input is decided per record."""
         by_schema = Functionalizer.mutated if is_mutating(target) else Functionalizer._view_or_pure
+        if target in _BY_ADDRESS:
+            by_schema = Functionalizer._pure_in_place
         handler = rule_of(target) or by_schema
         self._handlers[address(target)] = handler, target
         return handler
@@ -171,6 +182,15 @@ class Functionalizer:
         if not record.kwargs:
             return emit.call(record.target, *args)
         return emit.call(record.target, *args, **map_refs(read, record.kwargs))
+
+    def _pure_in_place(self, record: OpRecord) -> Value:
+        """The same of an op whose bits depend on where its arguments lie: see Note [Bits by address]."""
+
+        def read(ref: TensorRef) -> Value:
+            return self.storage(ref.storage).read_in_place(ref.geometry, self.emit)
+
+        args, kwargs = map_refs(read, record.args), map_refs(read, record.kwargs)
+        return self.emit.call(record.target, *args, **kwargs)
 
     def _bind(self, record: OpRecord, outputs: Any, values: Value) -> None:
         if type(outputs) is TensorRef:

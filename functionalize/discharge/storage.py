@@ -26,6 +26,8 @@ from functionalize.discharge.values import Emitter, Value, View, ViewStep
 from functionalize.errors import InvariantError, UndefinedContentsError
 from functionalize.ir.ops import Geometry, contiguous_geometry
 
+_LINE = 64  # bytes of a line of the cache, at which memory is allocated on CPUs
+
 
 class FunctionalStorage:
     """The record of one storage; sizes in bytes.
@@ -214,6 +216,22 @@ class FunctionalStorage:
             raise UndefinedContentsError(text)
         return self.peek(geometry, emit)
 
+    def read_in_place(self, geometry: Geometry, emit: Emitter) -> Value:
+        """The current value of a view, as a view of the base if it does not begin where memory is allocated.
+
+        Note [Bits by address]
+        BLAS rounds by where its operands lie in a line of the cache. Memory is allocated at the beginning of a line,
+        so a tensor that eager finds in the middle of a storage must not be read from memory of its own.
+        """
+        if geometry.start % _LINE and geometry.numel:
+            view = self.views.get(geometry)
+            while view is not None and view.geometry != self.root:
+                if view.is_written:
+                    self._flush(emit)
+                    view.version = -1
+                view = self.views[view.parent] if view.parent is not None else None
+        return self.read(geometry, emit)
+
     def peek(self, geometry: Geometry, emit: Emitter) -> Value:
         """The value of a view, some bytes of which may be undefined: `read` without its checks."""
         return self._regenerate(self._reachable_view(geometry, emit), emit)
@@ -313,7 +331,7 @@ class FunctionalStorage:
             self.pending = PendingWrites()
             self.pending.put(write)
         self.version += 1
-        view.hold(value, self.version)
+        view.hold(value, self.version, is_written=True)
 
     def _apply(self, view: View, new: Value, emit: Emitter, exact: bool = True) -> None:
         """Write `new` to `view`: the inverses of the steps from the root to `view` make the new base of it."""
@@ -324,7 +342,7 @@ class FunctionalStorage:
             passed.append((view, new))
         self._rebase(new)
         for view, new in passed:
-            view.hold(new, self.version)
+            view.hold(new, self.version, is_written=view.geometry != self.root)
 
     def _rebase(self, base: Value) -> None:
         self.version = self.base_version = self.version + 1
@@ -356,7 +374,7 @@ class FunctionalStorage:
                 with emit.made_for(write.record):
                     self._apply(write.view, write.value, emit)
         for write in order:
-            write.view.hold(write.value, self.version)
+            write.view.hold(write.value, self.version, is_written=True)
 
     def _passes_overlap(self, view: View) -> bool:
         while view.step is not None and view.parent is not None:

@@ -112,6 +112,7 @@ class View:
     parent, step: the geometry it is a view of, and the view op between them; both None: derived from the root by
         `as_strided`.
     value, version: the last value, and the version of the storage at which that was current.
+    is_written: whether the value is one that was written here, and no view of the base.
     output_lists: the results of multi-output ops (`split`, `unbind`) on `value`, by call, so that all outputs that
         are read share one node. They are views of `value`: they keep no further memory alive, and are dropped with it.
         None: there are none, as on nearly every view.
@@ -122,10 +123,11 @@ class View:
     step: ViewStep | None = None
     value: Value = None
     version: int = -1
+    is_written: bool = False
     output_lists: dict[ViewCall, Value] | None = None
 
-    def hold(self, value: Value, version: int) -> None:
+    def hold(self, value: Value, version: int, is_written: bool = False) -> None:
         """Bind `value`, the contents of the view as of `version`."""
         if value is not self.value:
             self.value, self.output_lists = value, None
-        self.version = version
+        self.version, self.is_written = version, is_written

@@ -104,6 +104,7 @@ from functionalize.walk.live_places import (
     part_at,
     put,
     structure_of,
+    tables_of,
     without_values,
 )
 from functionalize.walk.parts import CONTAINERS, Held, MovedPlace
@@ -258,10 +259,13 @@ def _flags(found: Sequence[tuple[str, Held]], live: LivePlaces) -> Iterator[tupl
 def moved(before: PythonState, after: PythonState) -> LivePlaces:
     """The places that differ between two walks and that a replay may be able to move."""
     were = {p.place: value for _, p, value in before.slots}
+    # The first step of an optimizer makes its state, and later ones write into it.
+    made_once = {id(t) for o in after.roots.optimizers.values() for t in tables_of(o)}
     values = {
         p.place: p
         for _, p, value in after.slots
         if not is_same_content(were.get(p.place, before), value)
+        and (p.place in were or id(p.container) not in made_once or type(value) in NUMBERS)
         and (type(value) is not Bundle or value.may_replace(were.get(p.place)))
     }
     numbers = {

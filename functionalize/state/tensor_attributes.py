@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from functionalize._compat.fakes import FakeTensor
 from functionalize.ir.inputs import Call
 from functionalize.util.reading import table_of
 from functionalize.util.tensor_wrappers import is_no_wrapper, is_wrapper
@@ -124,7 +125,8 @@ def unreturnable(results: Iterable[Any], known: Collection[int]) -> Iterator[str
 
 
 def _attributes(tensor: Any) -> dict[str, Any]:
-    return table_of(tensor) or _NONE
+    # A fake tensor has its own there.
+    return _NONE if type(tensor) is FakeTensor else table_of(tensor) or _NONE
 
 
 def _is_plain(leaf: Any) -> bool:

@@ -603,10 +603,15 @@ def states_of(optimizer: torch.optim.Optimizer) -> list[dict[Any, Any]]:
     return [*(each for each in values_of(optimizer.state) if is_a(each, dict)), optimizer.state]
 
 
+def tables_of(optimizer: torch.optim.Optimizer) -> list[dict[Any, Any]]:
+    """The dicts in which an optimizer keeps what it has, groups of parameters too."""
+    groups = [each for each in elements_of(optimizer.param_groups) if is_a(each, dict)]
+    return [*states_of(optimizer), *groups, optimizer.defaults]
+
+
 def tensors_of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, Held, Tensor]]:
     """The tensors that an optimizer holds beside its parameters: the key of each, and its place."""
-    groups = [each for each in elements_of(optimizer.param_groups) if is_a(each, dict)]
-    for table in (*states_of(optimizer), *groups, optimizer.defaults):
+    for table in tables_of(optimizer):
         for key, value in items_of(table):
             if issubclass(type(value), Tensor):
                 yield key, Held(table, key), value

@@ -240,28 +240,6 @@ def a_text(model: nn.Module) -> Made:
     return loss, None
 
 
-@case("an activation that a forward keeps")
-def an_activation(model: nn.Module) -> Made:
-    class Remembers(nn.Module):
-        last: Tensor | None = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.last = x.detach() * 2
-            return x
-
-    model.remembers = Remembers()
-    return lambda x: model.remembers(model(x)).square().mean(), None
-
-
-@case("an activation that a hook keeps")
-def an_activation_of_a_hook(model: nn.Module) -> Made:
-    def keep(module: nn.Module, args: Any, out: Tensor) -> None:
-        module.last = out.detach() * 2
-
-    model.register_forward_hook(keep)
-    return lambda x: model(x).square().mean(), None
-
-
 class Sink:
     """Behind a module, as a framework keeps metrics."""
 

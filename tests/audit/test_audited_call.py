@@ -80,6 +80,37 @@ def test_an_audit_alone_finds(name: str) -> None:
     assert "differs from eager" in captured.explain()
 
 
+def keeps_in_a_forward(model: nn.Module) -> nn.Module:
+    class Remembers(nn.Module):
+        last: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = x.detach() * 2
+            return x
+
+    return nn.Sequential(model, Remembers())
+
+
+def keeps_in_a_hook(model: nn.Module) -> nn.Module:
+    def keep(module: Any, args: Any, out: Tensor) -> None:
+        module.last = out.detach() * 2
+
+    model.register_forward_hook(keep)
+    return model
+
+
+@pytest.mark.usefixtures("guards_off")
+@pytest.mark.parametrize("keeps", [keeps_in_a_forward, keeps_in_a_hook])
+def test_what_outlives_the_step_needs_no_audit(keeps: Callable[[nn.Module], nn.Module]) -> None:
+    """No guard sees the tensor that is left, but it is alive: no recording is kept."""
+    model = keeps(nn.Linear(6, 2))
+    captured = fz.capture(lambda x: model(x).square().mean().detach())
+    for i in range(6):
+        captured(batch(i))
+    assert captured.stats.captures == 0
+    assert "makes 1 storages that outlive it" in captured.explain()
+
+
 @pytest.mark.usefixtures("guards_off")
 @pytest.mark.parametrize("name", AROUND)
 def test_an_audit_alone_finds_a(name: str) -> None:
