@@ -15,10 +15,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from functionalize._compat.fakes import FakeTensor
+from functionalize.errors import UncapturableError
 from functionalize.ir.inputs import Call
+from functionalize.util.by_class import by_class
+from functionalize.util.packages import is_users_class
 from functionalize.util.reading import table_of
 from functionalize.util.tensor_wrappers import is_no_wrapper, is_wrapper
 from functionalize.util.text import with_article
@@ -58,6 +62,27 @@ class ArgumentAttributes:
             if len(found) != len(were) or (found and tuple(sorted(found)) != were):
                 return f"the tensor `{name}` has the attributes {sorted(found)}, had {list(were)}"
         return None
+
+
+@by_class
+def has_own_functions(kind: type) -> bool:
+    """Whether torch calls code of the user's for whatever is done with a tensor of a class, even to look at it."""
+    if not issubclass(kind, Tensor) or not is_users_class(kind):
+        return False
+    found: Any = kind.__torch_function__
+    return found is not _OFF and getattr(found, "__func__", None) is not _OF_TORCH
+
+
+_OFF: Any = torch._C._disabled_torch_function_impl
+_OF_TORCH: Any = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+
+
+def refused_class(kind: type) -> UncapturableError:
+    """Why calls with a tensor of such a class run eagerly."""
+    return UncapturableError(
+        f"takes {with_article(kind.__name__)}, a tensor for which torch calls `{kind.__name__}.__torch_function__` "
+        "whatever is done with it, which a replay does not: pass `x.as_subclass(torch.Tensor)`"
+    )
 
 
 def is_inference(leaf: Any) -> bool:

@@ -66,6 +66,7 @@ from functionalize.state.memory_reports import memory_reports
 from functionalize.state.python_effects import repeat
 from functionalize.state.python_state import VaryingNumbers
 from functionalize.state.sources import leave
+from functionalize.state.tensor_attributes import has_own_functions, refused_class
 from functionalize.step.audits import Audits
 from functionalize.step.cache import (
     RESTS,
@@ -397,6 +398,12 @@ class CapturedStep:
         core, hooks = self.core, self._hooks
         flat, spec = arguments.flatten(*self._arguments.of(args, kwargs))
         leaves = flat if hooks.leaves is None else hooks.leaves(flat)
+        for kind in {*map(type, leaves)}:
+            if has_own_functions(kind):  # to look at it would call the user's code
+                if kind not in core.refused:
+                    core.refuse(kind, refused_class(kind))
+                self._last_plan = LastPlan(kind, Eager)
+                return self._run_refused(core.refused[kind], args, kwargs)
         key = key_of(leaves, spec) if hooks.state is None else self._key_with_state(leaves, spec)
         call = Invocation(args, kwargs, leaves, spec, core.sizes.of(key, leaves))
         if core.refused:

@@ -18,6 +18,7 @@ import torch
 from functionalize._compat.references import address
 from functionalize._compat.stacks import CapturedTraceback, symbolized
 from functionalize.errors import FunctionalizeError
+from functionalize.util.packages import is_standard_file
 
 _ROOT = Path(__file__).resolve().parents[2]
 _OPTIMIZERS = str(Path(torch.__file__).parent / "optim") + os.sep
@@ -179,7 +180,9 @@ def _innermost(all_frames: Iterable[traceback.FrameSummary]) -> str:
     frames = user_frames(all_frames)
     if not frames:
         return "at an unknown line (no user frame was on the stack, as in autograd's own threads)"
-    return f"at {_text(frames[-1])}"
+    # Not the line of `copy.deepcopy` or `statistics.mean`, but the user's that has called it.
+    own = [each for each in frames if not is_standard_file(each.filename)]
+    return f"at {_text((own or frames)[-1])}"
 
 
 def _text(f: traceback.FrameSummary) -> str:

@@ -163,6 +163,8 @@ def brief(fact: Any) -> str:
         if issubclass(fact[1], (torch.SymFloat, torch.SymInt)):
             return "a number that the step reads from a tensor"
         return with_article(fact[1].__name__)
+    if isinstance(fact, tuple) and len(fact) == 2 and fact[0] == "again":
+        return f"`{text_of(fact[1])}`"  # the object that is found there, too
     text = repr(fact)
     return text if len(text) < 80 else f"{text[:77]}..."
 

@@ -144,3 +144,34 @@ def test_an_inference_tensor_raises_as_in_eager() -> None:
     with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
         step(x)
     step(batch(6))
+
+
+def test_a_class_for_which_torch_calls_code_of_the_user() -> None:
+    calls: list[Any] = []
+
+    class Counted(torch.Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            calls.append(func.__name__)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    def step(x: Tensor) -> Tensor:
+        return (x * 2).sum()
+
+    batches = [batch(i).as_subclass(Counted) for i in range(4)]
+    eager = [(step(x), len(calls)) for x in batches]
+    calls.clear()
+    captured = fz.capture(step)
+    with pytest.warns(
+        UncapturableWarning, match=r"takes a Counted, a tensor for which torch calls"
+    ):
+        found = [(captured(x), len(calls)) for x in batches]
+    assert [count for _, count in found] == [count for _, count in eager]
+    assert {type(x) for x, _ in found} == {Counted}
+    assert captured(batch(1)) == step(batch(1))  # the plain ones are captured
+    assert captured.stats.warmups + captured.stats.captures == 1
+    strict = fz.capture(step, on_uncapturable="raise")
+    with pytest.raises(fz.errors.UncapturableError, match="as_subclass"):
+        strict(batches[0])

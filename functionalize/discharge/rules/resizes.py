@@ -56,6 +56,7 @@ def inplace_view(engine: Engine, record: OpRecord) -> Any:
     if nbytes:
         raise ForeignStorageError(
             f"moves a tensor to a storage of {nbytes} bytes that belongs to no "
-            "argument and no result of the program: pass its tensor as an argument"
+            "argument and no result of the program (`copy.deepcopy` does so): clone the tensor "
+            "(`x.detach().clone()`), or pass it as an argument"
         )
     return engine.emit.empty(out.geometry, device)  # `set_()`
