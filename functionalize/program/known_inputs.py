@@ -37,6 +37,7 @@ from functionalize.util.unchanged import Read, Unchanged, reading, token
 
 log = logging.getLogger("functionalize")
 _MOST_FAILS = 16  # in a row, before what was learned is dropped
+_LONGEST_WAIT = 1 << 16  # calls, until facts are noted again that do not hold
 _WORTH = 8  # uses of what was learned from one call that make up for learning it
 
 
@@ -103,7 +104,9 @@ class _LastCall:
         before: Sequence[Guard],
         after: Sequence[Any],
         windows: _Windows,
+        walk: _Walk,
     ) -> None:
+        self._walk = walk
         self._facts, self._before, self._after, self._windows = facts, before, after, windows
         self._missed: Guard | None = None  # by which a call was missed last
         self._owners = Owners(facts.places)
@@ -126,7 +129,8 @@ class _LastCall:
         log, moving = ReadLog(), []
         facts, call = log.facts, replace(call, reader=log)
         inner: dict[int, tuple[Any, str]] = {}
-        before = _left(program.facts, call, log)
+        walks = [guard for guard in program.facts if getattr(guard, "is_slow", False)]
+        before = _left([guard for guard in program.facts if guard not in walks], call, log)
         for index, spec in enumerate(program.inputs):
             if getattr(spec.source, "is_inner", False):
                 home = spec.source.home(call)
@@ -156,7 +160,7 @@ class _LastCall:
         ]  # they stay the same object
         facts.aliases.clear()
         tensors = _Windows(indices, dict(moving), call.inputs, aliases, bool(whole))
-        return _LastCall(facts, call, moving, inner, before, after, tensors)
+        return _LastCall(facts, call, moving, inner, before, after, tensors, _Walk(walks, call))
 
     def missed_again(self, leaves: Sequence[Any]) -> Miss | None:
         """The miss of the guard by which a call was missed last; None: it holds, or cannot be asked alone."""
@@ -174,7 +178,7 @@ class _LastCall:
             return None
         call = Call(leaves, [], owners=self._owners)
         try:
-            for guard in self._before:
+            for guard in (*self._before, *self._walk.left(call)):
                 if (failure := guard.failure(call)) is not None:
                     return self._noted(guard, failure)
             found = list(map(call_of, self._inputs))
@@ -198,6 +202,35 @@ class _LastCall:
             return None
         self._missed = guard
         return failure
+
+
+class _Walk:
+    """The guards that walk all objects: their facts, which fail alone where an object is made anew before each call.
+
+    Then these guards are asked, and no other; and their facts are noted again after ever more calls.
+    """
+
+    def __init__(self, guards: Sequence[Guard], call: Call) -> None:
+        self._guards, self._calls, self._wait = guards, 0, 4
+        self._note(call)
+
+    def _note(self, call: Call) -> None:
+        log = ReadLog()
+        self._left = _left(self._guards, replace(call, reader=log), log)
+        log.facts.freeze()
+        self._facts: Unchanged | None = log.facts
+
+    def left(self, call: Call) -> Sequence[Guard]:
+        """The guards that must be asked at this call."""
+        if self._facts is not None:
+            if self._facts.hold():
+                return self._left
+            self._facts, self._calls = None, 0
+        self._calls += 1
+        if self._calls >= self._wait:
+            self._wait = min(2 * self._wait, _LONGEST_WAIT)
+            self._note(call)
+        return self._guards
 
 
 class _Windows:

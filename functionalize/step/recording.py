@@ -277,9 +277,9 @@ class StepRecording:
             )
         if not self.outliving:
             return None
-        # The graph of a result without an end keeps what a backward reads. Else something holds them that no walk has
-        # found, and a replay would leave those of the recording there.
-        keeps_graph = any(self.exit.has_grad_fn)
+        # The graph of a result that is not detached keeps what a backward reads, as does that of a captured forward.
+        # Else something holds them that no walk has found, and a replay would leave those of the recording there.
+        keeps_graph = any(self.exit.has_grad_fn) or self.entry.python_state.state.hooks_run_outside
         if previous is None or not previous.outliving or not keeps_graph:
             where = self._where(lambda r: self.outliving[0].serial in r.meta.get("born", ()))
             return (
