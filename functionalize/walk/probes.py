@@ -325,7 +325,7 @@ class Probes:
             return _is_same_number(was, now)
         if kind is not types.SimpleNamespace and not (is_users_class(kind) and _is_simple(kind)):
             return False
-        if table_of(was) is None:
+        if (table := table_of(was)) is None or self._live.keys_of(table):
             return False
         before, after = parts_of(was, self._names), parts_of(now, self._names)
         if before.fact != after.fact or before.is_opaque or before.own or before.is_moved:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
 import functionalize as fz
 from functionalize.recorder.recorder import Recorder
 from functionalize.util.unchanged import Unchanged
-from functionalize.walk.walker import walked, walked_again
+from functionalize.walk.walker import PythonState, walked, walked_again
 from tests.walk.cases import HELD, READ, Case, Settings
 
 
@@ -158,3 +159,89 @@ def test_an_object_behind_a_weak_reference_is_not_kept_alive() -> None:
     gc.collect()
     assert reference() is None
     assert captured(torch.ones(1)).item() == 3.0
+
+
+# -- objects that are made anew --------------------------------------------------------------------
+
+
+class Phase:
+    def __init__(self, scale: float, name: str = "a") -> None:
+        self.scale, self.name = scale, name
+
+
+class Loud(Phase):
+    @property  # type: ignore[override]
+    def scale(self) -> float:
+        return LOUD["scale"]
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        LOUD["scale"] = value
+
+
+LOUD: dict[str, float] = {}
+HOLDERS: Any = SimpleNamespace(a=None, b=None)
+
+
+def scaled(x: Tensor) -> Tensor:
+    a, b = HOLDERS.a, HOLDERS.b
+    return x * a.scale * (2.0 if b is a else b.scale) + (a.name == "b")
+
+
+def same() -> None:
+    HOLDERS.a = HOLDERS.b = Phase(3.0)
+
+
+ANEW: dict[str, Callable[[int], None]] = {
+    "one": lambda i: setattr(HOLDERS, "a", Phase(3.0)),
+    "one whose number changes": lambda i: setattr(HOLDERS, "a", Phase(3.0 + (i > 12))),
+    "one whose number is zero or minus zero": lambda i: setattr(
+        HOLDERS, "a", Phase(-0.0 if i > 12 else 0.0)
+    ),
+    "one whose text changes": lambda i: setattr(HOLDERS, "a", Phase(3.0, "ab"[i > 12])),
+    "one that both hold": lambda i: same(),
+    "one that both hold at first": lambda i: (
+        same() if i < 12 else setattr(HOLDERS, "a", Phase(3.0))
+    ),
+    "two, and then one": lambda i: same() if i > 12 else setattr(HOLDERS, "a", Phase(3.0)),
+    "the other's": lambda i: setattr(HOLDERS, "a", HOLDERS.b if i > 12 else Phase(3.0)),
+    "one that is changed, too": lambda i: (
+        setattr(HOLDERS, "a", Phase(3.0)),
+        setattr(HOLDERS.a, "scale", i // 12),
+    ),
+    "one with a property": lambda i: setattr(HOLDERS, "a", Loud(3.0 + (i > 12))),
+    "one of another class": lambda i: setattr(HOLDERS, "a", (Loud if i > 12 else Phase)(3.0)),
+    "a namespace": lambda i: setattr(HOLDERS, "a", SimpleNamespace(scale=3.0, name="a", unread=i)),
+    "a number": lambda i: (
+        setattr(HOLDERS, "a", Phase(float("2.5"))),
+        setattr(HOLDERS.b, "scale", float("0.5")),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ANEW)
+def test_an_object_that_is_made_anew_before_each_call(name: str) -> None:
+    HOLDERS.a, HOLDERS.b = Phase(1.0), Phase(2.0)
+    step = fz.capture(scaled, audit=False)
+    for i in range(24):
+        ANEW[name](i)
+        x = torch.arange(3.0) - i
+        expected = scaled(x)
+        assert torch.equal(step(x), expected), i
+        assert torch.equal(step(x).signbit(), expected.signbit())
+
+
+def test_the_walk_is_spared_where_such_an_object_is_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    HOLDERS.a, HOLDERS.b = Phase(1.0), Phase(2.0)
+    step = fz.capture(scaled, audit=False)
+    x = torch.ones(3)
+    for _ in range(8):
+        HOLDERS.a = Phase(1.0)
+        step(x)
+    walks: list[Any] = []
+    walk = PythonState.walk
+    monkeypatch.setattr(PythonState, "walk", lambda *args: walks.append(args) or walk(*args))
+    for _ in range(8):
+        HOLDERS.a = Phase(1.0)
+        step(x)
+    assert not walks and step.stats.replays >= 12
