@@ -432,7 +432,7 @@ def check_program(program: Executable) -> None:
     for spec in program.inputs:
         _check_geometry(spec.geometry)
         _require(spec.nbytes >= 0, "an input of less than no bytes")
-        has_outer = spec.version != "raised around" or hasattr(spec.source, "wrapper")
+        has_outer = spec.version != "raised around" or getattr(spec.source, "is_inner", False)
         _require(spec.version in inputs.VERSIONS and has_outer, "an input of no such version")
     places = _Places(program, len(results))
     for i, spec in enumerate(program.inputs):

@@ -492,6 +492,10 @@ class CapturedStep:
         """Why a call of a kind without a program runs eagerly; None: it is recorded, or its program was predicted."""
         core = self.core
         if self._stays_eager(call):
+            if (
+                core.policy.rest.asks_none
+            ):  # each call is another one, and no program was ever of use
+                core.policy.rest.is_in_vain()
             return Eager(RARE, is_rare=True)
         if not core.cache.has(call.key) and not core.may_record(call.key):
             return Eager("a recording costs more than is left")

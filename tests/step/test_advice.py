@@ -679,3 +679,30 @@ def test_an_exchange_of_objects_is_refused_by_its_name(name):
         assert ".item()" not in message.split(": put numbers")[1]
     for replays, is_finite in run_on_ranks(_exchanges, "_gathers_tensors"):
         assert replays >= 3 and is_finite
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
+def test_a_weight_that_is_computed_before_each_forward(name):
+    """The function of `nn.utils` is refused with the name of its successor, and that is captured."""
+
+    def replayed(norm: Any) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(norm(nn.Linear(3, 3)))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def train(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        step = fz.capture(train, on_uncapturable="raise")
+        for _ in range(8):
+            step(torch.ones(2, 3))
+        return step.stats.replays
+
+    with pytest.raises(FunctionalizeError, match=r"nn\.utils\.parametrizations\.weight_norm"):
+        replayed(getattr(nn.utils, name))
+    assert replayed(getattr(nn.utils.parametrizations, name)) >= 3

@@ -432,3 +432,11 @@ def test_a_step_that_is_never_steady_is_tried_ever_more_rarely_and_warns_once(
                 recorded.append(i)
     assert recorded == [0, 32, 96, 224, 480, 992]
     assert len(warned) == 1 and captured.stats.replays == 0
+
+
+def test_a_step_whose_every_call_is_of_another_kind_rests() -> None:
+    captured = fz.capture(lambda x, options: x * options["scale"])
+    for i in range(400):
+        captured(X, {"scale": 1.0 + i, **{str(j): j for j in range(20)}})
+    assert captured.stats.replays == 0
+    assert captured.stats.rare < 50 and captured.stats.eager > 390
