@@ -35,6 +35,7 @@ import ctypes
 import enum
 import functools
 import gc
+import hashlib
 import inspect
 import io
 import itertools
@@ -332,6 +333,9 @@ def _content(reader: Callable[[Any], Parts]) -> PartsReader:
 # -- data: values, containers, arrays, buffers -----------------------------------------------------
 
 _MAX_SEPARATE_FACTS = 64  # a container of plain values with more elements is one fact
+_MAX_MOVING_FACTS = (
+    1024  # a container of plain values with more elements has none that a replay moves
+)
 _MAX_ELEMENTS = 100_000  # a container with more objects is opaque
 _MAX_BYTES = 1 << 26  # a larger array is opaque
 _ASKING_A_QUEUE = frozenset({"empty", "full", "queue", "unfinished_tasks"})
@@ -387,6 +391,10 @@ def _container(value: Any) -> Parts:
             if is_set:
                 return Parts((kind, size, frozenset(elements), _SetOrder(tuple(elements))))
             return Parts((kind, size, tuple(plain)))
+        # One by one they would take longer than most steps.
+        if size > _MAX_MOVING_FACTS and set(map(type, plain)) <= PLAIN:
+            text = repr(plain).encode()
+            return Parts((kind, size, hashlib.sha256(text).hexdigest()))
         if size > _MAX_ELEMENTS:
             return Parts((kind, size), is_opaque=True)
     if is_table:

@@ -245,3 +245,28 @@ def test_the_walk_is_spared_where_such_an_object_is_alike(monkeypatch: pytest.Mo
         HOLDERS.a = Phase(1.0)
         step(x)
     assert not walks and step.stats.replays >= 12
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda h: h.append(1.0), lambda h: h.__setitem__(3, -0.0), lambda h: h.__setitem__(3, False)],
+)
+def test_many_numbers_are_one_fact(change: Callable[[list[Any]], Any]) -> None:
+    holder = SimpleNamespace(history=[0.0] * 20_000)
+
+    def step(x: Tensor) -> Tensor:
+        return (
+            x
+            * (1.0 + sum(holder.history[:10]) + len(holder.history))
+            * (2 if holder.history[3] is False else 1)
+        )
+
+    state = walked(step, ())
+    assert len(state.facts) < 20
+    captured = fz.capture(step, audit=False)
+    for i in range(12):
+        if i == 6:
+            change(holder.history)
+        x = torch.arange(3.0)
+        assert torch.equal(captured(x), step(x))
+    assert captured.stats.captures == 2
