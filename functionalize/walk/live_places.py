@@ -631,8 +631,8 @@ def state_now(optimizer: torch.optim.Optimizer, live: LivePlaces) -> list[Any]:
 def may_move(holder: Visit, visit: Visit) -> bool:
     """Whether a replay may assign what the step assigns to a place of `holder`.
 
-    Of a module or an optimizer no flags and texts: `training` is state of modules. Of an object of a library integers
-    and flags.
+    Of a module or an optimizer no flags and texts: `training` is state of modules. Of an object of a library numbers and
+    flags.
     """
     owner: Any = holder.value
     if type(owner) is types.MethodType:
@@ -646,7 +646,7 @@ def may_move(holder: Visit, visit: Visit) -> bool:
         is_known = True
     else:
         is_known = issubclass(kind, CONTAINERS) or is_of_user(owner) or is_read_by_content(kind)
-    return (is_known and not visit.is_loose) or (what in (int, bool) and is_observable(kind))
+    return (is_known and not visit.is_loose) or (what in (int, float, bool) and is_observable(kind))
 
 
 def content_of(value: Any) -> Any:
