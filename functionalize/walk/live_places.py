@@ -631,8 +631,8 @@ def state_now(optimizer: torch.optim.Optimizer, live: LivePlaces) -> list[Any]:
 def may_move(holder: Visit, visit: Visit) -> bool:
     """Whether a replay may assign what the step assigns to a place of `holder`.
 
-    Of a module or an optimizer no flags and texts: `training` is state of modules. Of an object of a library numbers and
-    flags.
+    Of a module or an optimizer no flags and texts: `training` is state of modules. Of an object of a library numbers
+    and flags.
     """
     owner: Any = holder.value
     if type(owner) is types.MethodType:
