@@ -82,7 +82,8 @@ class KnownInputs:
             return
         self._uses = self._fails = 0
         try:
-            self._last = _LastCall.of(program, call)
+            # What was learned first may have failed as the step puts other tensors into a part of an optimizer's state.
+            self._last = _LastCall.of(program, call, by_entry=self._misses > 1)
         except Exception as error:  # an object of the user's that cannot be read twice
             log.debug("every guard is asked at every call: %s: %s", type(error).__name__, error)
 
@@ -124,9 +125,9 @@ class _LastCall:
         self._in_order = itemgetter(*sorted(range(len(order)), key=order.__getitem__), 0)
 
     @staticmethod
-    def of(program: Any, call: Call) -> _LastCall | None:
+    def of(program: Any, call: Call, by_entry: bool = False) -> _LastCall | None:
         """Of a call for which all guards have passed just now; None for a program that finds no input by itself."""
-        log, moving = ReadLog(), []
+        log, moving = ReadLog(by_entry), []
         facts, call = log.facts, replace(call, reader=log)
         inner: dict[int, tuple[Any, str]] = {}
         walks = [guard for guard in program.facts if getattr(guard, "is_slow", False)]

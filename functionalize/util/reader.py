@@ -113,9 +113,11 @@ class ReadLog(Reader):
     A source is one that need not be asked again if the object that it finds is one that a noted read has returned.
     """
 
-    __slots__ = ("_fixed", "_moves", "_notes", "facts", "left")
+    __slots__ = ("_by_entry", "_fixed", "_moves", "_notes", "facts", "left")
 
-    def __init__(self) -> None:
+    def __init__(self, by_entry: bool = False) -> None:
+        """by_entry: whether each entry of an optimizer's state is a fact, else all of it, which is tested faster."""
+        self._by_entry = by_entry
         self.facts, self.left = Unchanged(), list[Any]()
         self._notes: list[tuple[Any, ...]] = []
         self._fixed: dict[
@@ -170,6 +172,8 @@ class ReadLog(Reader):
         return super().kinds(table)
 
     def state(self, optimizer: Any, parameter: Any, key: str) -> Any:
+        if self._by_entry:
+            return self.item(self.item(self.attribute(optimizer, "state"), parameter), key)
         return self._note(super().state(optimizer, parameter, key), Unchanged.states, optimizer)
 
     def result(self, read: Callable[[], Any]) -> Any:

@@ -321,10 +321,10 @@ class _States:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        if not all(type(state) in _DICTS for state in values_of(optimizer.state)):
-            raise TypeError("the state of a parameter is no dict")
+        # An optimizer may keep other things beside the states of its parameters.
+        self._others = _are(list(self._others_now()), self._others_now)
         self._has_versions = dict_version is not None and not any(
-            type(each) is OrderedDict for each in (optimizer.state, *values_of(optimizer.state))
+            type(each) is OrderedDict for each in (optimizer.state, *self._states())
         )  # a key that moves to the end makes no new version
         self._keys, self._sizes = self._keys_now(), self._sizes_now()
         self._parameters = _are(
@@ -333,8 +333,11 @@ class _States:
         self._values = _are(list(self._values_now()), self._values_now)
         self._versions = self._versions_now()
 
-    def _states(self) -> Iterable[dict[str, Any]]:
-        return values_of(self._optimizer.state)
+    def _states(self) -> list[dict[str, Any]]:
+        return [each for each in values_of(self._optimizer.state) if type(each) in _DICTS]
+
+    def _others_now(self) -> Iterable[Any]:
+        return (each for each in values_of(self._optimizer.state) if type(each) not in _DICTS)
 
     def _sizes_now(self) -> list[int]:
         return list(map(len, self._states()))
@@ -358,6 +361,7 @@ class _States:
         if not (
             self._sizes_now() == self._sizes
             and self._parameters()
+            and self._others()
             and self._keys_now() == self._keys
             and self._values()
         ):

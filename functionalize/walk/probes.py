@@ -256,8 +256,12 @@ class Probes:
 
     # -- the test ----------------------------------------------------------------------------------
 
-    def hold(self, leaves: Sequence[Any]) -> bool:
-        """Whether no holder has changed. leaves: of the arguments of this call."""
+    def hold(self, leaves: Sequence[Any], takes_alike: bool = False) -> bool:
+        """Whether no holder has changed. leaves: of the arguments of this call.
+
+        takes_alike: whether objects that a walk finds alike may stand in place of others; they are held from then on.
+        Not of a step that has put them there, as what nobody reads of them may differ.
+        """
         if self._is_given_up or not self.starts_hold(leaves) or any(self._empty):
             return False
         if not self._classes_hold():
@@ -269,7 +273,10 @@ class Probes:
                 continue
             if names is not None and _names_hold(table, keys, values, names):
                 continue
-            if not has_keys or (found := self._alike(values, table, names)) is None:
+            if not (has_keys and takes_alike):
+                return False
+            found = self._alike(values, table, names)
+            if found is None:
                 return False
             replaced += found
             self._tables[at] = table, keys, tuple(table.values()), names
