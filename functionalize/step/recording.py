@@ -277,9 +277,11 @@ class StepRecording:
             )
         if not self.outliving:
             return None
-        # The graph of a result that is not detached keeps what a backward reads, as does that of a captured forward.
-        # Else something holds them that no walk has found, and a replay would leave those of the recording there.
+        # The graph of a result that is not detached keeps what a backward reads, as does that of a captured forward,
+        # and autocast around the step keeps casts of parameters. Else something holds them that no walk has found, and
+        # a replay would leave those of the recording there.
         keeps_graph = any(self.exit.has_grad_fn) or self.entry.python_state.state.hooks_run_outside
+        keeps_graph |= torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         if previous is None or not previous.outliving or not keeps_graph:
             where = self._where(lambda r: self.outliving[0].serial in r.meta.get("born", ()))
             return (

@@ -317,8 +317,8 @@ def _facts(
     hyperparameters = [HyperparameterGuard.of(n, o, lifted) for n, o in roots.optimizers.items()]
     return [
         *constants,
-        ArgumentAttributes.of(roots.arguments, leaves),
         ModeGuard.now(),
+        ArgumentAttributes.of(roots.arguments, leaves),
         ModuleGuard.of(roots, live),
         *hyperparameters,
         ParameterGuard.of([*found, *_tensor_arguments(roots, leaves)], state.asks_nodes),

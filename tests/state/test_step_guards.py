@@ -54,6 +54,12 @@ def given_to(
     return make
 
 
+def with_an_attribute() -> Sequence[Any]:
+    x, y, options = given_to()()
+    x.note = 1.0
+    return x, y, options
+
+
 def of_another_dtype() -> Sequence[Any]:
     x, y, options = given_to()()
     return x, y.double(), options
@@ -155,6 +161,11 @@ CHANGES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "ConstantGuard",
         "argument leaf 2 is 3.0, was 2.0",
         {"given": given_to(scale=3.0)},
+    ),
+    "attribute": (
+        "ArgumentAttributes",
+        "attributes ['note'], had []",
+        {"given": with_an_attribute},
     ),
     "strides": ("TensorGuard", "x` is float32", {"given": strided}),
     "aliases": ("AliasGuard", "shares a storage", {"given": on_one_storage}),
