@@ -133,7 +133,7 @@ class SurroundingsGuard:
         if self.stale is not None:
             return self.stale
         was, read = self.state, call.reader
-        if was.probes.hold(call.leaves, takes_alike=True):
+        if was.probes.hold(call.leaves):
             read.walked(was.probes, SameObjects(was.probes))
             return None
         # Right after a walk they do not hold where a part of an object is made anew whenever it is read.

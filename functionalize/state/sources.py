@@ -223,6 +223,10 @@ def optimizer_tensors(
             for key, value in items_of(entry_of(optimizer.state, param) or {}):
                 if issubclass(type(value), Tensor):
                     yield f"{name}.{g}.{i}.{key}", OptimizerState(optimizer, g, i, key), value
+    for table in (optimizer.state, optimizer.defaults):
+        for key, value in items_of(table):
+            if type(key) is str and issubclass(type(value), Tensor):
+                yield f"{name}.{key}", Held(table, key), value
 
 
 def parameters(roots: Roots, leaves: Sequence[Any]) -> Iterator[tuple[str, Source, Tensor]]:

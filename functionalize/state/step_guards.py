@@ -25,7 +25,7 @@ from functionalize.state.sources import Slot
 from functionalize.util.reader import READER, Reader
 from functionalize.util.reading import item_of, values_of
 from functionalize.util.text import with_article
-from functionalize.walk.fact_text import NUMBERS
+from functionalize.walk.fact_text import NUMBERS, PLAIN
 from functionalize.walk.live_places import LIVE_NUMBERS, NO_PLACES, LivePlaces
 from functionalize.walk.parts import Held
 from functionalize.walk.roots import Roots
@@ -366,11 +366,7 @@ def _hyperparameters(
     groups = read.elements(read.attribute(optimizer, "param_groups"))
     numbers = {(at, key) for _, at, key in lifted}
     return tuple(
-        {
-            key: _hyperparameter(group, key, (at, key) in numbers, read)
-            for key in read.keys(group)
-            if not (_is_tensor(group, key) and read.result(partial(_is_tensor, group, key)))
-        }
+        {key: _hyperparameter(group, key, (at, key) in numbers, read) for key in read.keys(group)}
         for at, group in enumerate(groups)
     )
 
@@ -380,11 +376,23 @@ def _hyperparameter(group: dict[str, Any], key: str, is_lifted: bool, read: Read
         return tuple(map(id, read.elements(read.item(group, key))))
     if is_lifted:
         return read.result(partial(_kind, group, key))
+    if _is_tensor(group, key) and read.result(partial(_is_tensor, group, key)):
+        return "a tensor"  # which one is no constant of the program
     value = read.item(group, key)
     # A script may change these in place.
     if type(value) is list:
-        return list(read.elements(value))
-    return dict(read.table(value)) if type(value) is dict else value
+        value = list(read.elements(value))
+    elif type(value) is dict:
+        value = dict(read.table(value))
+    # The walk compares what holds tensors, or is an object.
+    return value if _is_plain(value) else type(value)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a hyperparameter consists of numbers and texts, so that it may be compared by `==`."""
+    if type(value) in (tuple, list):
+        return all(map(_is_plain, value))
+    return all(map(_is_plain, value.values())) if type(value) is dict else type(value) in PLAIN
 
 
 def _kind(group: dict[str, Any], key: str) -> Any:

@@ -625,6 +625,11 @@ def state_now(optimizer: torch.optim.Optimizer, live: LivePlaces) -> list[Any]:
         for key, place, value in tensors_of_optimizer(optimizer)
         if not live.has(place)
     )
+    found += (
+        (key, Same(value))
+        for key, value in items_of(optimizer.state)
+        if type(key) is str and not live.has(Held(optimizer.state, key))
+    )
     return found
 
 

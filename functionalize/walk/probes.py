@@ -256,32 +256,18 @@ class Probes:
 
     # -- the test ----------------------------------------------------------------------------------
 
-    def hold(self, leaves: Sequence[Any], takes_alike: bool = False) -> bool:
-        """Whether no holder has changed. leaves: of the arguments of this call.
-
-        takes_alike: whether objects that a walk finds alike may stand in place of others; they are held from then on.
-        Not of a step that has put them there, as what nobody reads of them may differ.
-        """
+    def hold(self, leaves: Sequence[Any]) -> bool:
+        """Whether no holder has changed. leaves: of the arguments of this call."""
         if self._is_given_up or not self.starts_hold(leaves) or any(self._empty):
             return False
         if not self._classes_hold():
             return False
-        replaced: list[tuple[Any, Any]] = []
-        for at, (table, keys, values, names) in enumerate(self._tables):
-            has_keys = len(table) == len(keys) and all(map(is_, table, keys))
-            if has_keys and all(map(is_, table.values(), values)):
+        for table, keys, values, names in self._tables:
+            is_same = len(table) == len(keys) and all(map(is_, table.values(), values))
+            if is_same and all(map(is_, table, keys)):
                 continue
-            if names is not None and _names_hold(table, keys, values, names):
-                continue
-            if not (has_keys and takes_alike):
+            if names is None or not _names_hold(table, keys, values, names):
                 return False
-            found = self._alike(values, table, names)
-            if found is None:
-                return False
-            replaced += found
-            self._tables[at] = table, keys, tuple(table.values()), names
-        if replaced and not self._replace(replaced):
-            return False
         for items, were in self._lists:
             if len(items) != len(were) or not all(map(is_, items, were)):
                 return False
@@ -307,77 +293,6 @@ class Probes:
             and all(read() == value for read, value in self._values)
             and all(read(optimizer) == was for optimizer, read, was in self._optimizers)
         )
-
-    def _alike(
-        self, values: Sequence[Any], table: Mapping[Any, Any], names: Names
-    ) -> list[tuple[Any, Any]] | None:
-        """The objects in a table in place of which others stand that a walk would find alike; None: some are not."""
-        pairs = [
-            (was, now)
-            for key, was, now in zip(table, values, table.values(), strict=True)
-            if was is not now and (names is None or key in names)
-        ]
-        is_live = self._live.keys_of(table)
-        return None if is_live or not all(self._is_alike(*pair) for pair in pairs) else pairs
-
-    def _is_alike(self, was: Any, now: Any) -> bool:
-        """Whether two objects have the same facts: numbers and texts, or an object that holds nothing else.
-
-        An object of the user's that is made anew before each call is one of these.
-        """
-        kind = type(was)
-        if type(now) is not kind:
-            return False
-        if kind in PLAIN:
-            return _is_same_number(was, now)
-        if kind is not types.SimpleNamespace and not (is_users_class(kind) and _is_simple(kind)):
-            return False
-        if (table := table_of(was)) is None or self._live.keys_of(table):
-            return False
-        before, after = parts_of(was, self._names), parts_of(now, self._names)
-        if before.fact != after.fact or before.is_opaque or before.own or before.is_moved:
-            return False
-        if before.attributes is not table_of(was) or after.attributes is not table_of(now):
-            return False
-        held = [(p.key, p.value) for p in before.held if p.is_named]
-        held_now = [(p.key, p.value) for p in after.held if p.is_named]
-        return len(held) == len(held_now) and all(
-            key == other
-            and type(value) is type(value_now) in PLAIN
-            and _is_same_number(value, value_now)
-            for (key, value), (other, value_now) in zip(held, held_now, strict=True)
-        )
-
-    def _replace(self, pairs: Sequence[tuple[Any, Any]]) -> bool:
-        """Hold the second object of each pair in place of the first; False if anything else holds one of them."""
-        objects = [(was, now) for was, now in pairs if type(was) not in PLAIN]
-        news = {id(was): now for was, now in objects}
-        if len(news) != len(objects) or len({id(now) for _, now in objects}) != len(objects):
-            return False
-        tables = {id(table_of(was)): table_of(now) for was, now in objects}
-        either = {*news, *(id(now) for _, now in objects)}
-        held = [value for _, _, values, _ in self._tables for value in values]
-        held += [value for _, values in self._lists for value in values]
-        held += [value for _, value in self._cells]
-        held += [value for *_, tokens in (*self._with_tensors, *self._looks) for value in tokens]
-        held += [value for _, tokens in self._slots for value in tokens]
-        held += [value for *_, values in self._namespaces for value in values]
-        if sum(id(value) in either for value in held) != len(objects):
-            return False
-        self._kinds = [(news.get(id(value), value), kind) for value, kind in self._kinds]
-        self._attributes = [
-            (news[id(o)], name, tables[id(value)])
-            if id(o) in news and id(value) in tables
-            else (o, name, value)
-            for o, name, value in self._attributes
-        ]
-        self._tables = [
-            (t, tuple(t), tuple(t.values()), names)
-            if (t := tables.get(id(table))) is not None
-            else (table, keys, values, names)
-            for table, keys, values, names in self._tables
-        ]
-        return True
 
     def starts_hold(self, leaves: Sequence[Any]) -> bool:
         """Whether the objects among the arguments are the same."""
@@ -474,21 +389,6 @@ class Probes:
         now = parts_of(value, self._names)
         values = [part.value for part in now.held if part.is_named]
         return now.fact == fact and len(values) == len(tokens) and all(map(_is, tokens, values))
-
-
-def _is_same_number(was: Any, now: Any) -> bool:
-    """Whether a fact about two numbers or texts of one type is the same: -0.0 is not 0.0."""
-    return bool(was == now) and repr(was) == repr(now)
-
-
-def _is_simple(kind: Any) -> bool:
-    """Whether the attributes of the objects of a class stand in their `__dict__` alone, and no code says otherwise."""
-    return (
-        kind.__getattribute__ is object.__getattribute__
-        and not hasattr(kind, "__getattr__")
-        and not slot_names(kind)
-        and not issubclass(kind, (list, tuple, dict, set, frozenset))
-    )
 
 
 def _keys(table: Mapping[Any, Any], names: Names) -> list[Any]:

@@ -62,6 +62,7 @@ from functionalize.walk.live_places import (
     state_now,
     state_numbers,
     states_of,
+    tables_of,
     tensors_of_optimizer,
 )
 from functionalize.walk.parts import (
@@ -671,6 +672,23 @@ class PythonState:
             self._note_slot(visit, Visit(((visit.path, "state"), key), "", tensor, held))
         for at, state in enumerate(states):
             self._containers_of(visit, at, state)
+        self._tables_of(visit, optimizer)
+
+    def _tables_of(self, visit: Visit, optimizer: torch.optim.Optimizer) -> None:
+        """What scripts keep in an optimizer's tables beside numbers and tensors; to which of these a replay writes."""
+        tables = tables_of(optimizer)
+        for at, table in enumerate(tables):
+            if self.live.keys_of(table):  # `load_state_dict` makes others
+                self._note(Visit(((visit.path, "tables"), at), "", None), ("live", at))
+        self.probes.add_table(optimizer.defaults)
+        named: list[Any] = [optimizer.state, *optimizer.param_groups, optimizer.defaults]
+        for table in named:
+            holder = Visit(((visit.path, "tables"), id(table)), f"{visit.name}.tables", table)
+            for key, value in items_of(table):
+                is_named = type(key) is str and key != "params"
+                is_number = type(value) in PLAIN and table is not optimizer.defaults
+                if is_named and not is_number and not issubclass(type(value), Tensor):
+                    self._push(holder, Part(key, value, f"+.{key}", Held(table, key)))
 
     def _containers_of(self, visit: Visit, at: int, state: dict[Any, Any]) -> None:
         """The containers of tensors in an optimizer's state of one parameter: rings of gradients, histories."""

@@ -512,3 +512,43 @@ def test_passes_that_change_collectives_are_refused() -> None:
     optimizer = torch.optim.SGD(Model().parameters())
     with pytest.raises(PassError, match="changes collectives, and ranks that look at different"):
         fz.lazy(passes="bucket_reduces").optimizer(optimizer)
+
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean square": lambda y: y.square().mean(),
+    "sum": lambda y: y.sum(),
+    "scaled mean": lambda y: y.mean() * 2,
+    "two": lambda y: y[:, 0].exp().sum() + y[:, 1].square().sum(),
+}
+LOOKS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+    "nobody": lambda lazy, loss, y: None,
+    "at the loss": lambda lazy, loss, y: loss.item(),
+    "at the result": lambda lazy, loss, y: y.tolist(),
+    "all": lambda lazy, loss, y: lazy.barrier(),
+}
+
+
+@pytest.mark.parametrize("looks", LOOKS)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_loss_outside_of_the_module(loss: str, looks: str, kind: Any) -> None:
+    """The gradient of the module's result is made by ops that wait: its backward reads what they write."""
+
+    def trained(is_lazy: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        optimizer = kind(plain.parameters(), lr=0.05)
+        lazy = fz.lazy(enabled=is_lazy)
+        model, stepped, found = lazy.module(plain), lazy.optimizer(optimizer), []
+        with lazy:
+            for i in range(7):
+                y = model(torch.ones(3, 4) * (i + 1) * 0.1)
+                made = LOSSES[loss](y)
+                LOOKS[looks](lazy, made, y)
+                made.backward()
+                stepped.step()
+                stepped.zero_grad()
+        found = [p.detach().clone() for p in plain.parameters()]
+        return found
+
+    assert all(map(torch.equal, trained(True), trained(False)))

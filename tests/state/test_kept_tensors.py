@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import functools
 import types
 from collections.abc import Callable
@@ -220,3 +221,99 @@ def test_a_dict_by_parameters() -> None:
     captured, step = trained(lambda fn: fz.capture(fn, audit=False))
     assert captured == trained(lambda fn: fn)[0]
     assert step.stats.replays >= 6, step.explain()
+
+
+# -- in an optimizer's tables, by the step ---------------------------------------------------------
+
+Table = Callable[[torch.optim.Optimizer, Any, Tensor], Any]
+
+
+def _counts_in_state(o: Any, p: Any, loss: Tensor) -> float:
+    o.state["n"] = (o.state.get("n", (0,))[0] + 1,)
+    return 1.0 / o.state["n"][0]
+
+
+def _counts_in_object(o: Any, p: Any, loss: Tensor) -> float:
+    o.state.setdefault("c", types.SimpleNamespace(n=0)).n += 1
+    return 1.0 / o.state["c"].n
+
+
+def _counts_in_group(o: Any, p: Any, loss: Tensor) -> float:
+    o.param_groups[0].setdefault("c", types.SimpleNamespace(n=0)).n += 1
+    return 1.0 / o.param_groups[0]["c"].n
+
+
+def _pops_from_group(o: Any, p: Any, loss: Tensor) -> None:
+    group = o.param_groups[0]
+    group.pop("t") if "t" in group else group.update(t=loss)
+
+
+def _counts_in_defaults(o: Any, p: Any, loss: Tensor) -> float:
+    o.defaults["n"] = o.defaults.get("n", 0) + 1
+    return 1.0 / o.defaults["n"]
+
+
+def _flips_in_defaults(o: Any, p: Any, loss: Tensor) -> float:
+    o.defaults["warm"] = not o.defaults.get("warm")
+    return 1.0 if o.defaults["warm"] else 0.5
+
+
+def _keeps_previous(o: Any, p: Any, loss: Tensor) -> None:
+    o.state[p]["previous"] = p.detach().clone()
+
+
+def _keeps_pair_in_group(o: Any, p: Any, loss: Tensor) -> None:
+    o.param_groups[0]["z"] = (p.detach().clone(), loss)
+
+
+def _averages_in_state(o: Any, p: Any, loss: Tensor) -> None:
+    o.state["z"] = o.state["z"] * 0.9 + loss if "z" in o.state else loss.clone()
+
+
+BY_STEP: dict[Table, int] = {
+    _counts_in_state: 0,
+    _counts_in_object: 8,
+    _counts_in_group: 0,
+    _pops_from_group: 0,
+    _counts_in_defaults: 8,
+    _flips_in_defaults: 0,
+    _keeps_previous: 5,
+    _keeps_pair_in_group: 5,
+    _averages_in_state: 5,
+}
+
+
+@pytest.mark.filterwarnings("ignore::functionalize.errors.UncapturableWarning")
+@pytest.mark.parametrize("between", ["nothing", "a load", "another dict"])
+@pytest.mark.parametrize("fill", BY_STEP, ids=lambda fill: fill.__name__)
+def test_what_a_step_puts_in_an_optimizers_tables(fill: Table, between: str) -> None:
+    def trained(wrap: Callable[[Any], Any]) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        p, found = model.weight, []
+
+        def train(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            factor = fill(optimizer, p, loss.detach())
+            (loss if factor is None else loss * factor).backward()
+            optimizer.step()
+            return loss.detach()
+
+        step = wrap(train)
+        for i in range(20):
+            if i == 12 and between == "a load":
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            if i == 12 and between == "another dict":
+                optimizer.state[p] = dict(optimizer.state[p])
+            step(torch.ones(3, 4))
+            group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+            state = {str(k)[:9]: v for k, v in optimizer.state.items()}
+            found.append(plain([model.weight, state, group, optimizer.defaults]))
+        return found, step
+
+    eager, _ = trained(lambda fn: fn)
+    captured, step = trained(lambda fn: fz.capture(fn, audit=False, allowance=None))
+    assert captured == eager
+    assert step.stats.replays >= BY_STEP[fill], step.explain()

@@ -16,7 +16,7 @@ from torch.utils.data import SequentialSampler
 import functionalize as fz
 from functionalize.recorder.recorder import Recorder
 from functionalize.util.unchanged import Unchanged
-from functionalize.walk.walker import PythonState, walked, walked_again
+from functionalize.walk.walker import walked, walked_again
 from tests.walk.cases import HELD, READ, Case, Settings
 
 
@@ -231,22 +231,6 @@ def test_an_object_that_is_made_anew_before_each_call(name: str) -> None:
         assert torch.equal(step(x).signbit(), expected.signbit())
 
 
-def test_the_walk_is_spared_where_such_an_object_is_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    HOLDERS.a, HOLDERS.b = Phase(1.0), Phase(2.0)
-    step = fz.capture(scaled, audit=False)
-    x = torch.ones(3)
-    for _ in range(8):
-        HOLDERS.a = Phase(1.0)
-        step(x)
-    walks: list[Any] = []
-    walk = PythonState.walk
-    monkeypatch.setattr(PythonState, "walk", lambda *args: walks.append(args) or walk(*args))
-    for _ in range(8):
-        HOLDERS.a = Phase(1.0)
-        step(x)
-    assert not walks and step.stats.replays >= 12
-
-
 @pytest.mark.parametrize(
     "change",
     [lambda h: h.append(1.0), lambda h: h.__setitem__(3, -0.0), lambda h: h.__setitem__(3, False)],
@@ -270,3 +254,44 @@ def test_many_numbers_are_one_fact(change: Callable[[list[Any]], Any]) -> None:
         x = torch.arange(3.0)
         assert torch.equal(captured(x), step(x))
     assert captured.stats.captures == 2
+
+
+class Sentinel:
+    a = 2.0
+
+
+def told(mark: Any, known: Any = Sentinel()) -> bool:  # noqa: B008 - the default is what is compared
+    return mark is known
+
+
+PLACES: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]] = {
+    "in a tuple": (lambda t, arg: t.c is t.pair[1], lambda t, arg: t.pair[1]),
+    "a key": (lambda t, arg: t.table[t.c] == 2, lambda t, arg: list(t.table)[1]),
+    "a default": (lambda t, arg: told(t.c), lambda t, arg: told.__defaults__[0]),  # type: ignore[index]
+    "an argument": (lambda t, arg: t.c is arg, lambda t, arg: arg),
+    "in a set": (lambda t, arg: t.c in t.frozen, lambda t, arg: next(iter(t.frozen))),
+    "in a group": (
+        lambda t, arg: t.c is t.optimizer.param_groups[0]["tag"],
+        lambda t, arg: t.optimizer.param_groups[0]["tag"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_an_equal_object_that_stands_elsewhere_too(name: str) -> None:
+    """Code compares objects by identity: an equal one is another one."""
+    asks, find = PLACES[name]
+    first, arg = Sentinel(), Sentinel()
+    t = SimpleNamespace(c=first, pair=(Sentinel(), Sentinel()), frozen=frozenset([Sentinel()]))
+    t.table = {first: 1, Sentinel(): 2}
+    t.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)
+    t.optimizer.param_groups[0]["tag"] = Sentinel()
+
+    def step(x: Tensor, given: Any) -> Tensor:
+        return x * (2.0 if asks(t, given) else 1.0)
+
+    captured = fz.capture(step, audit=False, allowance=None)
+    for i in range(12):
+        t.c = find(t, arg) if 5 < i < 9 else first
+        x = torch.arange(3.0)
+        assert torch.equal(captured(x, arg), step(x, arg)), i
