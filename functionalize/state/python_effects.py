@@ -94,12 +94,14 @@ def unrepeatable(effects: Sequence[PythonEffect], values: Sequence[Any]) -> str 
     for effect, value in zip(effects, values, strict=True):
         leaves = flatten_result(value)[0]
         if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in leaves):
-            return f"{effect.what} with a tensor that has an autograd history: {_detach(effect)}"
+            return (
+                f"{effect.what} with a tensor that has an autograd history: detach it{_or(effect)}"
+            )
     return None
 
 
-def _detach(effect: PythonEffect) -> str:
-    """What to do about a tensor with a history that a step leaves in a place."""
+def _or(effect: PythonEffect) -> str:
+    """What else to do about a tensor with a history that a step leaves in a place."""
     place = getattr(effect, "place", None)
     table = getattr(place, "container", None)
     key = getattr(place, "key", None)
@@ -107,10 +109,10 @@ def _detach(effect: PythonEffect) -> str:
     # `nn.utils.weight_norm`, `spectral_norm` and `prune` compute it anew before each forward, for that to read.
     if type(parameters) is dict and not parameters.keys().isdisjoint((f"{key}_g", f"{key}_orig")):
         return (
-            "compute it where it is read, as `nn.utils.parametrizations.weight_norm` and `spectral_norm` do in place "
-            "of those of `nn.utils`, and `nn.utils.parametrize.register_parametrization` for a mask"
+            ", or compute it where it is read, as `nn.utils.parametrizations.weight_norm` and `spectral_norm` do in "
+            "place of those of `nn.utils`, and `nn.utils.parametrize.register_parametrization` for a mask"
         )
-    return "detach it"
+    return ""
 
 
 def check_leaves(

@@ -25,7 +25,7 @@ from functionalize.state.sources import Slot
 from functionalize.util.reader import READER, Reader
 from functionalize.util.reading import item_of, values_of
 from functionalize.util.text import with_article
-from functionalize.walk.fact_text import NUMBERS, PLAIN
+from functionalize.walk.fact_text import NUMBERS, is_plain
 from functionalize.walk.live_places import LIVE_NUMBERS, NO_PLACES, LivePlaces
 from functionalize.walk.parts import Held
 from functionalize.walk.roots import Roots
@@ -385,14 +385,7 @@ def _hyperparameter(group: dict[str, Any], key: str, is_lifted: bool, read: Read
     elif type(value) is dict:
         value = dict(read.table(value))
     # The walk compares what holds tensors, or is an object.
-    return value if _is_plain(value) else type(value)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a hyperparameter consists of numbers and texts, so that it may be compared by `==`."""
-    if type(value) in (tuple, list):
-        return all(map(_is_plain, value))
-    return all(map(_is_plain, value.values())) if type(value) is dict else type(value) in PLAIN
+    return value if is_plain(value) else type(value)
 
 
 def _kind(group: dict[str, Any], key: str) -> Any:

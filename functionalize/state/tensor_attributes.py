@@ -144,8 +144,8 @@ def unreturnable(results: Iterable[Any], known: Collection[int]) -> Iterator[str
             )
         elif names := sorted(_attributes(each)):
             yield (
-                f"leaves the attribute `{names[0]}` on a tensor that it returns, and a replay returns plain tensors: "
-                "return it beside the tensor"
+                f"returns a tensor with the attribute `{names[0]}`, and a replay returns plain tensors: return what "
+                "it is beside the tensor"
             )
 
 

@@ -70,7 +70,7 @@ from functionalize.util.tensor_wrappers import address_of, plain_tensors
 from functionalize.util.user_stack import line_of
 from functionalize.walk.code_uses import lines_of_returns
 from functionalize.walk.fact_text import HELD_TOO, KEPT_OBJECT
-from functionalize.walk.live_places import NO_PLACES, LivePlaces
+from functionalize.walk.live_places import NO_PLACES, LivePlaces, content, is_bundle
 from functionalize.walk.parts import Held, Is
 from functionalize.walk.roots import Roots
 
@@ -318,8 +318,9 @@ class StepRecording:
         if any(each.name == found[0] for each in self.exit.filled):  # it will be full
             return None
         known = self.entry.moving.live.values.keys()
-        is_of_places = HELD_TOO in changed or KEPT_OBJECT in changed
-        if is_of_places and not self.exit.moved.values.keys() <= known:  # these are live there
+        new = [place for key, place in self.exit.moved.values.items() if key not in known]
+        is_bundle_there = KEPT_OBJECT in changed and any(is_bundle(content(p)) for p in new)
+        if new and (HELD_TOO in changed or is_bundle_there):  # these are live there
             return None
         return changed + self._origin(changed)
 

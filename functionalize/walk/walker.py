@@ -45,7 +45,7 @@ from functionalize.util.packages import is_users_function
 from functionalize.util.reading import elements_of, item_of, items_of, size_of, table_of, values_of
 from functionalize.util.text import with_article
 from functionalize.walk.code_names import NameFilter
-from functionalize.walk.fact_text import NUMBERS, PLAIN, Path, text_of
+from functionalize.walk.fact_text import NUMBERS, PLAIN, Path, is_plain, text_of
 from functionalize.walk.live_places import (
     LIVE_NUMBERS,
     NO_PLACES,
@@ -681,13 +681,19 @@ class PythonState:
             if self.live.keys_of(table):  # `load_state_dict` makes others
                 self._note(Visit(((visit.path, "tables"), at), "", None), ("live", at))
         self.probes.add_table(optimizer.defaults)
-        named: list[Any] = [optimizer.state, *optimizer.param_groups, optimizer.defaults]
-        for table in named:
-            holder = Visit(((visit.path, "tables"), id(table)), f"{visit.name}.tables", table)
+        groups = [(f"group_{i}", each) for i, each in enumerate(optimizer.param_groups)]
+        named: list[tuple[str, Any]] = [
+            ("state", optimizer.state),
+            ("defaults", optimizer.defaults),
+        ]
+        for name, table in (*named, *groups):
+            holder = Visit((visit.path, name), f"{visit.name}.{name}", table)
             for key, value in items_of(table):
-                is_named = type(key) is str and key != "params"
-                is_number = type(value) in PLAIN and table is not optimizer.defaults
-                if is_named and not is_number and not issubclass(type(value), Tensor):
+                if (
+                    type(key) is str
+                    and key != "params"
+                    and not _is_compared(table, value, optimizer)
+                ):
                     self._push(holder, Part(key, value, f"+.{key}", Held(table, key)))
 
     def _containers_of(self, visit: Visit, at: int, state: dict[Any, Any]) -> None:
@@ -700,6 +706,15 @@ class PythonState:
         for key in keys:
             part = Part(key, state[key], f"+.{key}", Held(state, key))
             self._push(holder, part)
+
+
+def _is_compared(table: Any, value: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether something else compares what stands in an optimizer's table: tensors, numbers, hyperparameters."""
+    if issubclass(type(value), Tensor):
+        return True
+    return table is not optimizer.defaults and (
+        type(value) in PLAIN or (table is not optimizer.state and is_plain(value))
+    )
 
 
 def _is_one_object(place: Held, other: Held) -> bool:

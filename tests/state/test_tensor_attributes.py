@@ -96,7 +96,7 @@ def tagged(x: Any) -> Any:
 
 
 RETURNED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "an attribute": (tagged, "leaves the attribute `tag` on a tensor that it returns"),
+    "an attribute": (tagged, "returns a tensor with the attribute `tag`"),
     "a leaf": (
         lambda x: x.clone().requires_grad_(),
         "returns a leaf that it has made and that requires a gradient",
