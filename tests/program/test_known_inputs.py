@@ -153,7 +153,12 @@ def test_learning_stops_where_something_is_new_at_every_call(
     learned: list[Any] = []
     known = step.core.cache.latest.program._known
     learn = type(known._last).of
-    monkeypatch.setattr(type(known._last), "of", lambda *args: learned.append(args) or learn(*args))
+
+    def noted(*args: Any, **options: Any) -> Any:
+        learned.append(args)
+        return learn(*args, **options)
+
+    monkeypatch.setattr(type(known._last), "of", noted)
     for i in range(40):
         if i % every == 0:
             model[0].note = object()
