@@ -681,7 +681,9 @@ class PythonState:
             if self.live.keys_of(table):  # `load_state_dict` makes others
                 self._note(Visit(((visit.path, "tables"), at), "", None), ("live", at))
         self.probes.add_table(optimizer.defaults)
-        groups = [(f"group_{i}", each) for i, each in enumerate(optimizer.param_groups)]
+        groups = [
+            (f"group_{i}", each) for i, each in enumerate(elements_of(optimizer.param_groups))
+        ]
         named: list[tuple[str, Any]] = [
             ("state", optimizer.state),
             ("defaults", optimizer.defaults),

@@ -520,7 +520,7 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "scaled mean": lambda y: y.mean() * 2,
     "two": lambda y: y[:, 0].exp().sum() + y[:, 1].square().sum(),
 }
-LOOKS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+LOOKED_AT: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "nobody": lambda lazy, loss, y: None,
     "at the loss": lambda lazy, loss, y: loss.item(),
     "at the result": lambda lazy, loss, y: y.tolist(),
@@ -528,7 +528,7 @@ LOOKS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("looks", LOOKS)
+@pytest.mark.parametrize("looks", LOOKED_AT)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_a_loss_outside_of_the_module(loss: str, looks: str, kind: Any) -> None:
@@ -544,7 +544,7 @@ def test_a_loss_outside_of_the_module(loss: str, looks: str, kind: Any) -> None:
             for i in range(7):
                 y = model(torch.ones(3, 4) * (i + 1) * 0.1)
                 made = LOSSES[loss](y)
-                LOOKS[looks](lazy, made, y)
+                LOOKED_AT[looks](lazy, made, y)
                 made.backward()
                 stepped.step()
                 stepped.zero_grad()
