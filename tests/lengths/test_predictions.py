@@ -406,7 +406,7 @@ def test_auto_leaves_lengths_that_never_return_eager() -> None:
     sizes = [(2, length) for length in range(21, 61)]
     stats = trained(plain_loss, sizes, dynamic="auto").stats
     assert stats.warmups + stats.captures <= 2
-    assert stats.rare >= 38
+    assert stats.eager >= 38 and stats.rare >= 32  # then it rests
 
 
 @pytest.mark.parametrize("recorded, passes", [(2, ()), (3, "default")])
