@@ -14,7 +14,7 @@ from examples.resize_program import values
 from functionalize import passes
 from functionalize.errors import PassError
 from functionalize.ir.guards import ValueGuard
-from functionalize.ir.inputs import Captured
+from functionalize.ir.inputs import Call, Captured
 from functionalize.ir.outputs import Constant
 from functionalize.ir.phases import FORWARD, phase_of
 from functionalize.passes import Partitioned
@@ -90,7 +90,8 @@ def test_fires_on_a_step_with_its_optimizer(expect):
     parts = Partitioned.of(program)
     expect("step", look(parts))
     args = [
-        spec.source.resolve(None) if i else values(4, 8) for i, spec in enumerate(program.inputs)
+        spec.source.resolve(Call((), [])) if i else values(4, 8)
+        for i, spec in enumerate(program.inputs)
     ]
     torch.manual_seed(0)
     expected = bits(list(program.run(list(args))))
