@@ -333,9 +333,7 @@ def _content(reader: Callable[[Any], Parts]) -> PartsReader:
 # -- data: values, containers, arrays, buffers -----------------------------------------------------
 
 _MAX_SEPARATE_FACTS = 64  # a container of plain values with more elements is one fact
-_MAX_MOVING_FACTS = (
-    1024  # a container of plain values with more elements has none that a replay moves
-)
+_MAX_MOVING_FACTS = 1024  # of a container of plain values with more elements a replay moves none
 _MAX_ELEMENTS = 100_000  # a container with more objects is opaque
 _MAX_BYTES = 1 << 26  # a larger array is opaque
 _ASKING_A_QUEUE = frozenset({"empty", "full", "queue", "unfinished_tasks"})
@@ -393,8 +391,7 @@ def _container(value: Any) -> Parts:
             return Parts((kind, size, tuple(plain)))
         # One by one they would take longer than most steps.
         if size > _MAX_MOVING_FACTS and set(map(type, plain)) <= PLAIN:
-            text = repr(plain).encode()
-            return Parts((kind, size, hashlib.sha256(text).hexdigest()))
+            return Parts((kind, size, _digest(repr(plain))))
         if size > _MAX_ELEMENTS:
             return Parts((kind, size), is_opaque=True)
     if is_table:
@@ -464,7 +461,11 @@ def _c_data(value: Any) -> Parts:
 
 
 def _digest(data: bytes | str) -> Any:
-    return data if len(data) < _SHORT else (len(data), hash(data))
+    """Data as a fact, which is equal in another process, too: `hash` has a seed of each process."""
+    if len(data) < _SHORT:
+        return data
+    whole = data.encode() if isinstance(data, str) else data
+    return len(data), hashlib.sha256(whole).hexdigest()
 
 
 # -- state that is read only by changing it --------------------------------------------------------

@@ -20,6 +20,7 @@ import linecache
 import logging
 import multiprocessing
 import operator
+import os
 import queue
 import random
 import subprocess
@@ -562,3 +563,24 @@ def test_the_type_of_a_found_tensor_is_a_guard(place: str) -> None:
         return found
 
     assert calls(lambda fn: fz.capture(fn, audit=False)) == calls(lambda fn: fn)
+
+
+def test_facts_of_much_data_are_equal_in_another_process() -> None:
+    """A saved program compares them: `hash` has a seed of each process."""
+    code = (
+        "import numpy as np; from functionalize.walk.parts import parts_of;"
+        "from functionalize.walk.code_names import NameFilter; from functionalize.walk.fact_text import portable;"
+        "values = np.arange(1000.0), bytearray(1000), [*map(float, range(2000))];"
+        "print([portable(parts_of(value, NameFilter()).fact) for value in values])"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(found) == 1
