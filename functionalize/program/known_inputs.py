@@ -135,9 +135,8 @@ class _LastCall:
         for index, spec in enumerate(program.inputs):
             if getattr(spec.source, "is_inner", False):
                 home = spec.source.home(call)
-                if (
-                    log.settle()
-                ):  # the tensor around it stays, and what it holds is read at every call
+                # The tensor around it stays, and what it holds is read at every call.
+                if log.settle():
                     inner[index] = home
                     continue
             log.find(spec.source, call)
@@ -161,7 +160,8 @@ class _LastCall:
         ]  # they stay the same object
         facts.aliases.clear()
         tensors = _Windows(indices, dict(moving), call.inputs, aliases, bool(whole))
-        return _LastCall(facts, call, moving, inner, before, after, tensors, _Walk(walks, call))
+        walk = _Walk(walks, call, facts)
+        return _LastCall(facts, call, moving, inner, before, after, tensors, walk)
 
     def missed_again(self, leaves: Sequence[Any]) -> Miss | None:
         """The miss of the guard by which a call was missed last; None: it holds, or cannot be asked alone."""
@@ -209,14 +209,15 @@ class _Walk:
     """The guards that walk all objects: their facts, which fail alone where an object is made anew before each call.
 
     Then these guards are asked, and no other; and their facts are noted again after ever more calls.
+    others: the facts of all other guards, which hold at each call.
     """
 
-    def __init__(self, guards: Sequence[Guard], call: Call) -> None:
-        self._guards, self._calls, self._wait = guards, 0, 4
+    def __init__(self, guards: Sequence[Guard], call: Call, others: Unchanged) -> None:
+        self._guards, self._others, self._calls, self._wait = guards, others, 0, 4
         self._note(call)
 
     def _note(self, call: Call) -> None:
-        log = ReadLog()
+        log = ReadLog(beside=self._others)
         self._left = _left(self._guards, replace(call, reader=log), log)
         log.facts.freeze()
         self._facts: Unchanged | None = log.facts

@@ -115,10 +115,13 @@ class ReadLog(Reader):
 
     __slots__ = ("_by_entry", "_fixed", "_moves", "_notes", "facts", "left")
 
-    def __init__(self, by_entry: bool = False) -> None:
-        """by_entry: whether each entry of an optimizer's state is a fact, else all of it, which is tested faster."""
+    def __init__(self, by_entry: bool = False, beside: Unchanged | None = None) -> None:
+        """by_entry: whether each entry of an optimizer's state is a fact, else all of it, which is tested faster.
+
+        beside: see `Unchanged`.
+        """
         self._by_entry = by_entry
-        self.facts, self.left = Unchanged(), list[Any]()
+        self.facts, self.left = Unchanged(beside), list[Any]()
         self._notes: list[tuple[Any, ...]] = []
         self._fixed: dict[
             int, Any

@@ -49,10 +49,13 @@ class Unchanged:
     places: what stands for attributes of objects, each with its object and the name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beside: Unchanged | None = None) -> None:
+        """beside: other facts, which are tested before these: what is among them is not added again."""
         self.aliases: list[tuple[Tensor, int]] = []
         self.places: dict[Any, tuple[Any, str]] = {}
-        self._seen: set[tuple[Any, ...]] = set()
+        self._seen: set[tuple[Any, ...]] = set(beside._seen) if beside is not None else set()
+        tables = beside._dicts.items() if beside is not None else ()
+        self._whole_beside = {at for at, each in tables if each.is_whole}
         self._dicts: dict[int, _Dict] = {}
         self._lists: list[Any] = []
         self._empty: list[Any] = []
@@ -90,7 +93,8 @@ class Unchanged:
 
     def table(self, table: Any) -> None:
         """All entries of a dict, in their order."""
-        self._of(table).is_whole = True
+        if id(table) not in self._whole_beside:
+            self._of(table).is_whole = True
 
     def keys(self, table: Any) -> None:
         """The keys of a dict, in their order."""

@@ -175,3 +175,18 @@ def test_no_tensor_is_kept_alive() -> None:
     gc.collect()
     assert [ref() for ref in alive] == [None] * 5
     assert not facts.hold() and not more.hold() and wrapped.facts().hold()
+
+
+def test_what_other_facts_test_is_not_tested_again() -> None:
+    module, alone = nn.Linear(2, 2), nn.Linear(2, 2)
+    others = Unchanged()
+    others.table(vars(module)), others.attribute(module, "__dict__")
+    others.freeze()
+    facts = Unchanged(beside=others)
+    for each in (module, alone):
+        facts.table(vars(each)), facts.attribute(each, "__dict__")
+    facts.freeze()
+    module.note = 1  # type: ignore[assignment]
+    assert facts.hold() and not others.hold()
+    alone.note = 1  # type: ignore[assignment]
+    assert not facts.hold()
