@@ -204,9 +204,8 @@ class WaitingCall:
             mode.look("a backward that no program covers")
         if self._is_over or self.has_backward:
             raise RuntimeError(TWICE)
-        mode.look(
-            "the gradient of a result"
-        )  # ops of a loss outside of the callable may have it pending
+        # Ops of a loss outside of the callable may have it pending.
+        mode.look("the gradient of a result")
         with unseen():
             return self._replayed.backward(tangents, requested, keep)
 

@@ -84,9 +84,7 @@ class Place(NamedTuple):
             items = tuple(read.elements(value))
         else:
             items = read.result(partial(frozenset, value))
-        return (
-            empty._replace(items=items) if value else empty
-        )  # fast path: most containers are empty
+        return empty._replace(items=items) if value else empty  # most containers are empty
 
     def write(self, value: Any) -> None:
         """Assign a result of `read`. A container is updated in place, because FSDP2's hooks refer to some."""

@@ -94,13 +94,11 @@ def unrepeatable(effects: Sequence[PythonEffect], values: Sequence[Any]) -> str 
     for effect, value in zip(effects, values, strict=True):
         leaves = flatten_result(value)[0]
         if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in leaves):
-            return (
-                f"{effect.what} with a tensor that has an autograd history: detach it{_or(effect)}"
-            )
+            return f"{effect.what} with a tensor that has an autograd history: detach it{_other_edit(effect)}"
     return None
 
 
-def _or(effect: PythonEffect) -> str:
+def _other_edit(effect: PythonEffect) -> str:
     """What else to do about a tensor with a history that a step leaves in a place."""
     place = getattr(effect, "place", None)
     table = getattr(place, "container", None)

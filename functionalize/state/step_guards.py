@@ -25,7 +25,7 @@ from functionalize.state.sources import Slot
 from functionalize.util.reader import READER, Reader
 from functionalize.util.reading import item_of, values_of
 from functionalize.util.text import with_article
-from functionalize.walk.fact_text import NUMBERS, is_plain
+from functionalize.walk.fact_text import NUMBERS, has_plain_parts
 from functionalize.walk.live_places import LIVE_NUMBERS, NO_PLACES, LivePlaces
 from functionalize.walk.parts import Held
 from functionalize.walk.roots import Roots
@@ -385,7 +385,7 @@ def _hyperparameter(group: dict[str, Any], key: str, is_lifted: bool, read: Read
     elif type(value) is dict:
         value = dict(read.table(value))
     # The walk compares what holds tensors, or is an object.
-    return value if is_plain(value) else type(value)
+    return value if has_plain_parts(value) else type(value)
 
 
 def _kind(group: dict[str, Any], key: str) -> Any:

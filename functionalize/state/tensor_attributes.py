@@ -11,7 +11,7 @@ Attributes of tensors that the step finds elsewhere (buffers, globals) are state
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ class ArgumentAttributes:
     @staticmethod
     def of(names: Sequence[str], leaves: Sequence[Any]) -> ArgumentAttributes:
         """The guard for arguments as they are."""
-        found = [i for i, leaf in enumerate(leaves) if _is_plain(leaf)]
+        found = [i for i, leaf in enumerate(leaves) if _is_unwrapped(leaf)]
         keys = tuple(tuple(sorted(_attributes(leaves[i]))) for i in found)
         inference = tuple(is_inference(leaves[i]) for i in found)
         return ArgumentAttributes(tuple(found), tuple(names[i] for i in found), keys, inference)
@@ -101,7 +101,7 @@ class GivenAttributes(NamedTuple):
     def of(names: Sequence[str], leaves: Iterable[Any]) -> list[GivenAttributes]:
         """Those of each."""
         found = zip(names, leaves, strict=True)
-        return [GivenAttributes(n, t, dict(_attributes(t))) for n, t in found if _is_plain(t)]
+        return [GivenAttributes(n, t, dict(_attributes(t))) for n, t in found if _is_unwrapped(t)]
 
     def change(self, call: Call) -> str | None:
         """What the step has done to them that a replay would not."""
@@ -117,36 +117,27 @@ class GivenAttributes(NamedTuple):
         return None
 
 
-def is_usual(result: Tensor) -> bool:
-    """Whether a replay returns such a tensor as the step does, wherever it comes from."""
-    return (
-        type(result) is Tensor
-        and not (result.requires_grad and result.is_leaf)
-        and not vars(result)
-    )
-
-
-def unreturnable(results: Iterable[Any], known: Collection[int]) -> Iterator[str]:
-    """Why a replay could not return these tensors as the step does. known: ids of those that were there before."""
-    for each in results:
-        kind: Any = type(each)
-        if id(each) in known or not issubclass(kind, Tensor) or is_wrapper(each):
-            continue
-        if kind is nn.Parameter or not is_no_wrapper(each):
-            yield (
-                f"returns {with_article(kind.__name__)} that it has made, and a replay returns plain tensors: return "
-                "`x.as_subclass(torch.Tensor)`, and make it one outside the step"
-            )
-        elif each.requires_grad and each.is_leaf:
-            yield (
-                "returns a leaf that it has made and that requires a gradient, and a replay returns plain tensors: "
-                "return it detached, and call `requires_grad_()` outside the step"
-            )
-        elif names := sorted(_attributes(each)):
-            yield (
-                f"returns a tensor with the attribute `{names[0]}`, and a replay returns plain tensors: return what "
-                "it is beside the tensor"
-            )
+def why_unreturnable(result: Tensor) -> str | None:
+    """Why a replay could not return a tensor that the step has made; None: it could."""
+    kind = type(result)
+    if is_wrapper(result):
+        return None
+    if kind is nn.Parameter or not is_no_wrapper(result):
+        return (
+            f"returns {with_article(kind.__name__)} that it has made, and a replay returns plain tensors: return "
+            "`x.as_subclass(torch.Tensor)`, and make it one outside the step"
+        )
+    if result.requires_grad and result.is_leaf:
+        return (
+            "returns a leaf that it has made and that requires a gradient, and a replay returns plain tensors: "
+            "return it detached, and call `requires_grad_()` outside the step"
+        )
+    if names := sorted(_attributes(result)):
+        return (
+            f"returns a tensor with the attribute `{names[0]}`, and a replay returns plain tensors: return what it is "
+            "beside the tensor"
+        )
+    return None
 
 
 def _attributes(tensor: Any) -> dict[str, Any]:
@@ -154,6 +145,6 @@ def _attributes(tensor: Any) -> dict[str, Any]:
     return _NONE if type(tensor) is FakeTensor else table_of(tensor) or _NONE
 
 
-def _is_plain(leaf: Any) -> bool:
+def _is_unwrapped(leaf: Any) -> bool:
     """Whether a leaf is a tensor without others inside, whose attributes are a script's alone."""
     return issubclass(type(leaf), Tensor) and not is_wrapper(leaf)

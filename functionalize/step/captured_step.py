@@ -400,7 +400,7 @@ class CapturedStep:
         leaves = flat if hooks.leaves is None else hooks.leaves(flat)
         for kind in {*map(type, leaves)}:
             if has_own_functions(kind):  # to look at it would call the user's code
-                if kind not in core.refused:
+                if core.refusal(kind) is None:
                     core.refuse(kind, refused_class(kind))
                 self._last_plan = LastPlan(kind, Eager)
                 return self._run_refused(core.refused[kind], args, kwargs)
@@ -492,9 +492,8 @@ class CapturedStep:
         """Why a call of a kind without a program runs eagerly; None: it is recorded, or its program was predicted."""
         core = self.core
         if self._stays_eager(call):
-            if (
-                core.policy.rest.asks_none
-            ):  # each call is another one, and no program was ever of use
+            # Each call is another one, and no program was ever of use.
+            if core.policy.rest.asks_none:
                 core.policy.rest.is_in_vain()
             return Eager(RARE, is_rare=True)
         if not core.cache.has(call.key) and not core.may_record(call.key):

@@ -62,7 +62,7 @@ from functionalize.state.moving_state import Moves
 from functionalize.state.python_effects import check_leaves
 from functionalize.state.python_state import Filled
 from functionalize.state.sources import Gradient
-from functionalize.state.tensor_attributes import is_usual, unreturnable
+from functionalize.state.tensor_attributes import why_unreturnable
 from functionalize.step.step_state import EntryState, ExitState, kept_objects, state_around
 from functionalize.util.reading import is_a
 from functionalize.util.structure import is_stateful, objects_inside
@@ -227,11 +227,11 @@ class StepRecording:
     def _unreturnable(self) -> Iterator[str]:
         """Why a replay could not return the tensors that the step has made and returns."""
         results = self.exit.leaves[: len(self.exit.has_grad_fn)]
-        suspects = [each for each in results if is_a(each, Tensor) and not is_usual(each)]
-        if suspects:
-            known = kept_objects(self.recorder, self.entry, self.exit).keys()
-            arguments = {id(leaf) for leaf in self.entry.leaves}
-            yield from unreturnable(suspects, {*known, *arguments})
+        found = {id(t): why for t in results if is_a(t, Tensor) and (why := why_unreturnable(t))}
+        if found:
+            kept = kept_objects(self.recorder, self.entry, self.exit)
+            there_before = {*kept, *map(id, self.entry.leaves)}
+            yield from (why for at, why in found.items() if at not in there_before)
 
     def _unknown_target(self) -> str | None:
         """Why a repeated call would not do what it does in eager, or None."""
@@ -280,9 +280,12 @@ class StepRecording:
         # The graph of a result that is not detached keeps what a backward reads, as does that of a captured forward,
         # and autocast around the step keeps casts of parameters. Else something holds them that no walk has found, and
         # a replay would leave those of the recording there.
-        keeps_graph = any(self.exit.has_grad_fn) or self.entry.python_state.state.hooks_run_outside
-        keeps_graph |= torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-        if previous is None or not previous.outliving or not keeps_graph:
+        is_explained = (
+            any(self.exit.has_grad_fn)
+            or self.entry.python_state.state.hooks_run_outside
+            or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+        )
+        if previous is None or not previous.outliving or not is_explained:
             where = self._where(lambda r: self.outliving[0].serial in r.meta.get("born", ()))
             return (
                 f"makes {len(self.outliving)} storages that outlive it: return these tensors, or keep them in "

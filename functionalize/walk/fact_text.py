@@ -30,11 +30,13 @@ PLAIN = frozenset(
 _MOVED = (int, float, bool, str)
 
 
-def is_plain(value: Any) -> bool:
+def has_plain_parts(value: Any) -> bool:
     """Whether a value consists of numbers and texts, so that it may be compared by `==`."""
     if type(value) in (tuple, list):
-        return all(map(is_plain, value))
-    return all(map(is_plain, value.values())) if type(value) is dict else type(value) in PLAIN
+        return all(map(has_plain_parts, value))
+    return (
+        all(map(has_plain_parts, value.values())) if type(value) is dict else type(value) in PLAIN
+    )
 
 
 # Of tensors in a list, a dict or another object that the step replaces by one with other tensors. A replay makes

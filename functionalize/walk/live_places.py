@@ -618,18 +618,16 @@ def tensors_of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any
 
 
 def state_now(optimizer: torch.optim.Optimizer, live: LivePlaces) -> list[Any]:
-    """What stands in an optimizer's state, to be compared by `==`: its numbers, and which tensors there are."""
+    """What stands in an optimizer's tables, to be compared by `==`: numbers of its state, and which tensors there are,
+    with what it keeps beside the states of parameters.
+    """
     found: list[Any] = list(state_numbers(optimizer, live))
-    found += (
-        (key, Same(value))
-        for key, place, value in tensors_of_optimizer(optimizer)
-        if not live.has(place)
-    )
-    found += (
-        (key, Same(value))
-        for key, value in items_of(optimizer.state)
-        if type(key) is str and not live.has(Held(optimizer.state, key))
-    )
+    for table in tables_of(optimizer):
+        for key, value in items_of(table):
+            is_no_parameter = table is optimizer.state and type(key) is str
+            is_compared = is_no_parameter or issubclass(type(value), Tensor)
+            if is_compared and not live.has(Held(table, key)):
+                found.append((key, Same(value)))
     return found
 
 

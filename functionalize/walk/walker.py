@@ -45,7 +45,7 @@ from functionalize.util.packages import is_users_function
 from functionalize.util.reading import elements_of, item_of, items_of, size_of, table_of, values_of
 from functionalize.util.text import with_article
 from functionalize.walk.code_names import NameFilter
-from functionalize.walk.fact_text import NUMBERS, PLAIN, Path, is_plain, text_of
+from functionalize.walk.fact_text import NUMBERS, PLAIN, Path, has_plain_parts, text_of
 from functionalize.walk.live_places import (
     LIVE_NUMBERS,
     NO_PLACES,
@@ -681,21 +681,13 @@ class PythonState:
             if self.live.keys_of(table):  # `load_state_dict` makes others
                 self._note(Visit(((visit.path, "tables"), at), "", None), ("live", at))
         self.probes.add_table(optimizer.defaults)
-        groups = [
-            (f"group_{i}", each) for i, each in enumerate(elements_of(optimizer.param_groups))
-        ]
-        named: list[tuple[str, Any]] = [
-            ("state", optimizer.state),
-            ("defaults", optimizer.defaults),
-        ]
-        for name, table in (*named, *groups):
+        named: dict[str, Any] = {"state": optimizer.state, "defaults": optimizer.defaults}
+        named |= {f"group_{i}": g for i, g in enumerate(elements_of(optimizer.param_groups))}
+        for name, table in named.items():
             holder = Visit((visit.path, name), f"{visit.name}.{name}", table)
             for key, value in items_of(table):
-                if (
-                    type(key) is str
-                    and key != "params"
-                    and not _is_compared(table, value, optimizer)
-                ):
+                is_own = type(key) is str and key != "params"
+                if is_own and not _is_compared(table, value, optimizer):
                     self._push(holder, Part(key, value, f"+.{key}", Held(table, key)))
 
     def _containers_of(self, visit: Visit, at: int, state: dict[Any, Any]) -> None:
@@ -715,7 +707,7 @@ def _is_compared(table: Any, value: Any, optimizer: torch.optim.Optimizer) -> bo
     if issubclass(type(value), Tensor):
         return True
     return table is not optimizer.defaults and (
-        type(value) in PLAIN or (table is not optimizer.state and is_plain(value))
+        type(value) in PLAIN or (table is not optimizer.state and has_plain_parts(value))
     )
 
 

@@ -19,6 +19,7 @@ import functionalize as fz
 from functionalize.ir.inputs import Call
 from functionalize.util.reader import ReadLog
 from functionalize.util.unchanged import Unchanged
+from tests.steps import make_step
 
 X = torch.ones(4, 4)
 
@@ -44,21 +45,10 @@ class Net(nn.Module):
         return y if self.late is None else self.late(y)
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
 def plain() -> Any:
     torch.manual_seed(0)
     model = Net()
-    return trained(model, torch.optim.AdamW(model.parameters(), 0.01))
+    return make_step(model, torch.optim.AdamW(model.parameters(), 0.01))
 
 
 def hooked() -> Any:
@@ -67,7 +57,7 @@ def hooked() -> Any:
     for p in model.parameters():
         p.register_hook(lambda g: g * 2)
     model.register_forward_hook(lambda module, args, out: out + 1)
-    return trained(model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9))
+    return make_step(model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9))
 
 
 STEPS = {"plain": plain, "hooked": hooked}
@@ -231,7 +221,7 @@ def test_a_change_between_calls_is_seen_by_the_next_replay(name: str) -> None:
         model = Net()
         groups = {"params": list(model.parameters()), "scales": [1.0, 0.5], "at": {"a": 0.5}}
         optimizer = Scaled([groups], 0.01)
-        step, found = wrap(trained(model, optimizer)), []
+        step, found = wrap(make_step(model, optimizer)), []
         for i in range(14):
             if i == 9:
                 torch.manual_seed(1)
