@@ -15,10 +15,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from functionalize._compat.fakes import FakeTensor
+from functionalize._compat.fast_guards import has_plain_attributes
 from functionalize.errors import UncapturableError
 from functionalize.ir.inputs import Call
 from functionalize.util.by_class import by_class
@@ -70,10 +70,9 @@ def has_own_functions(kind: type) -> bool:
     if not issubclass(kind, Tensor) or not is_users_class(kind):
         return False
     found: Any = kind.__torch_function__
-    return found is not _OFF and getattr(found, "__func__", None) is not _OF_TORCH
+    return getattr(found, "__func__", None) is not _OF_TORCH and not has_plain_attributes(kind)
 
 
-_OFF: Any = torch._C._disabled_torch_function_impl
 _OF_TORCH: Any = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
 
