@@ -70,6 +70,15 @@ _NOT_IN_A_PROGRAM = (
 _OF_KNOWN_SIZE = (
     "compute with a mask (`torch.where`), which needs no such size, or read it outside the step"
 )
+_OF_LOADERS = "torch/utils/data/"
+_FETCHES = "fetches a batch by a sampler that draws the order,"
+
+
+def _advice_on(size: str) -> str:
+    """An edit for a step that relies on a size. size: what the step does, as text."""
+    if size.startswith(_FETCHES):
+        return "fetch it outside the step, and pass it as an argument"
+    return _OF_KNOWN_SIZE
 
 
 class Checks:
@@ -313,13 +322,16 @@ class Checks:
     def sized_by(self, recorder: Any, what: str) -> None:
         """The sizes of results depend on the number that was read last. what: reads it, as text."""
         if recorder.records:  # an audit keeps none
-            where = line_of(CapturedTraceback.extract())
-            self.sizes.add(recorder.records[-1], f"{what} {where}")
+            stack = CapturedTraceback.extract()
+            fetches = any(_OF_LOADERS in frame.filename for frame in stack.summary())
+            self.sizes.add(
+                recorder.records[-1], f"{_FETCHES if fetches else what} {line_of(stack)}"
+            )
 
     def unknown_sizes(self, recorder: Any) -> list[str]:
         """Why sizes that the step relies on are known neither before the graph runs nor when an op of it has run."""
         early = recorder.early_records()
-        texts = [f"{text}: {_OF_KNOWN_SIZE}" for text in self.sizes.unknown(early)]
+        texts = [f"{text.rstrip(':')}: {_advice_on(text)}" for text in self.sizes.unknown(early)]
         if _learns_late_integers(recorder, early):
             texts += [
                 f"{record.target} sends parts of different sizes {line_of(record.traceback)}, and the step relies on "

@@ -42,6 +42,7 @@ from functionalize.program.program import Program
 from functionalize.saving.object_names import Names
 from functionalize.state.drawing import GeneratorSet, GeneratorState
 from functionalize.state.hyperparameters import GroupNumber, HyperparameterSet
+from functionalize.state.number_arguments import NumberArgument
 from functionalize.state.place_effects import Appended, Assigned, FlagGuard, PlaceNumber
 from functionalize.state.python_state import SurroundingsGuard
 from functionalize.walk.live_places import LivePlaces, may_grow
@@ -75,6 +76,7 @@ def effect_forms(names: Names, fn: Callable[..., Any]) -> list[Form]:
 
     return [
         of_place(PlaceNumber, _load_number, "name", "kind"),
+        Form(NumberArgument, lambda each: (each.leaf, each.name, each.kind), _load_argument),
         of_place(
             FlagGuard,
             lambda held, *v: FlagGuard(*checked(FlagGuard, (v[0], held, v[1]))),
@@ -132,6 +134,12 @@ def _saved_place(names: Names, held: Held, name: str) -> tuple[Any, ...]:
             "it: keep it in an attribute of an object that the step reaches by itself"
         )
     return place
+
+
+def _load_argument(leaf: Any, name: Any, kind: Any) -> NumberArgument:
+    if kind not in _NUMBERS:
+        raise LoadError("has an argument that is no number: damaged")
+    return NumberArgument(*checked(NumberArgument, (leaf, name, kind)))
 
 
 def _load_number(held: Held, name: Any, kind: Any) -> PlaceNumber:

@@ -74,13 +74,26 @@ def leaf_names(fn: Callable[..., Any], spec: pytree.TreeSpec) -> list[str]:
     return names
 
 
+class ArgumentChange(str):
+    """How a step changed a container among its arguments: no later recording is kept if it does so again."""
+
+    __slots__ = ()
+
+
 def changed(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     leaves: Sequence[Any],
     spec: pytree.TreeSpec,
-) -> str | None:
+) -> ArgumentChange | None:
     """How the step changed containers among its arguments, or None. leaves, spec: of the arguments before the step."""
+    found = _change(args, kwargs, leaves, spec)
+    return None if found is None else ArgumentChange(found)
+
+
+def _change(
+    args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any], spec: pytree.TreeSpec
+) -> str | None:
     now, now_spec = flatten(args, kwargs)
     if now_spec == spec:
         pairs = zip(leaves, now, structure.paths(spec), strict=True)
@@ -99,7 +112,15 @@ def changed(
         if path not in after:
             return f"takes {_text(path)} away{_ADVICE}"
     added = [path for path in after if path not in before]
-    return f"adds {_text(added[0])}{_ADVICE}" if added else f"rearranges its arguments{_ADVICE}"
+    if not added:
+        return f"rearranges its arguments{_ADVICE}"
+    *outer, last = added[0]
+    if isinstance(last, pytree.SequenceKey) and len(outer) > 1:
+        return (
+            f"appends to {_text(tuple(outer))}, which a replay does not repeat: return what it appends, and append it "
+            "outside the step"
+        )
+    return f"adds {_text(added[0])}{_ADVICE}"
 
 
 def hidden(leaves: Sequence[Any]) -> str | None:

@@ -38,13 +38,14 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
+from functionalize._compat.graphs import pytree
 from functionalize.calls.draws import Draws
 from functionalize.calls.own_generators import is_own
 from functionalize.ir.scalars import Applied, ScalarInput, bottom_up, is_expression
 from functionalize.recorder.recorder import Recorder
 from functionalize.scalars.float_calls import Scope, float_scopes, live_floats
 from functionalize.scalars.live_scalars import as_live, expression_of, is_live, left_behind
-from functionalize.state.arguments import flatten_result, unflatten_result
+from functionalize.state.arguments import flatten, flatten_result, unflatten_result
 from functionalize.state.carried_containers import (
     Memo,
     NumbersInside,
@@ -62,6 +63,7 @@ from functionalize.state.drawing import (
     GeneratorState,
     generators_of,
 )
+from functionalize.state.number_arguments import NumberArgument, with_numbers
 from functionalize.state.place_effects import Appended, Assigned, FlagGuard, PlaceNumber
 from functionalize.state.storage_places import Places
 from functionalize.util.number_uses import any_needs_exact
@@ -141,6 +143,7 @@ class MovingPlaces:
     flags: the flags and texts in `values`, which are no numbers: facts. constants: those that code writes out and
     assigns to a place, by its name. texts: those that code writes out, or that are guarded. kept: the places of objects
     that the step returns as they are. list_holders: the classes of the objects that lists are found in.
+    arguments: the numbers among the arguments that are live.
     """
 
     live: LivePlaces
@@ -153,6 +156,7 @@ class MovingPlaces:
     kept: tuple[Held, ...] = ()
     texts: frozenset[str] = frozenset()
     list_holders: frozenset[type] = frozenset()
+    arguments: tuple[NumberArgument, ...] = ()
 
     @property
     def facts(self) -> tuple[FlagGuard, ...]:
@@ -160,7 +164,7 @@ class MovingPlaces:
         return tuple(FlagGuard(*flag) for flag in self.flags)
 
     def __bool__(self) -> bool:
-        return bool(self.live or self.generators or self.floats or self.kept)
+        return bool(self.live or self.generators or self.floats or self.kept or self.arguments)
 
     def learn(self, reads: AttributeReads) -> None:
         """Add the constants that code of libraries was seen to assign."""
@@ -414,6 +418,26 @@ class MovingState:
             found = content(place)
             self._items.append((found, list(found) if may_grow(found) else []))
         return self
+
+    def called(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        spec: pytree.TreeSpec,
+    ) -> Any:
+        """The result of the step, which receives live numbers where the program has inputs."""
+        log = self._recorder.scalar_log
+        if log is None or not self._places.arguments:
+            return fn(*args, **kwargs)
+        leaves = flatten(args, kwargs)[0]
+        live = {
+            each.leaf: as_live(log.from_source(each, each.name, leaves[each.leaf]))
+            for each in self._places.arguments
+        }
+        args, kwargs = with_numbers(args, kwargs, spec, live)
+        live.clear()
+        return fn(*args, **kwargs)
 
     def __exit__(self, *error: object) -> None:
         self._reads.__exit__()

@@ -74,6 +74,7 @@ _CHANGING = (
     ("_hooks", (*_HOOKS, "remove")),
     ("hooks on", (*_HOOKS, "register_hook", "register_post_accumulate_grad_hook", "remove")),
     ("parameter groups", ("add_param_group",)),
+    ("appends to", ("append", "extend", "insert")),
 )
 
 

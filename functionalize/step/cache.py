@@ -19,8 +19,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Size, Tensor
 
+from functionalize._compat.graphs import pytree
 from functionalize.audit.signature import Signature
 from functionalize.fsdp.python_state import FSDPEffects
 from functionalize.ir.guards import Miss, NumberGuard, answers_among
@@ -42,6 +43,8 @@ log = logging.getLogger("functionalize")
 MAX_PROGRAM_BYTES = 2**30  # of all programs of a step
 _NODE_NBYTES = 6_000  # resident memory per node, with its op record and code
 RESTS = "the step rests, as calls like the last ones were of no use"
+FIRST = "the first call"
+_BESIDE_LEAVES = 2  # the parts of a key before those of the leaves
 STRUCTURE = "the structure of the arguments changed"
 
 
@@ -187,6 +190,51 @@ def key_of(leaves: Sequence[Any], spec: Any) -> Hashable:
         else:
             found.append(("number", leaf) if is_a(leaf, NUMBERS) else ("object", type(leaf)))
     return tuple(found)
+
+
+def how_differ(key: Any, before: Any, names: Sequence[str]) -> str:
+    """What is not equal in the keys of two calls, and what makes it so. names: of the leaves of the first."""
+    if key[0] != before[0]:
+        advice = "pass lists and dicts of as many elements at every call, or keep them out of the arguments"
+        return f"{_other_structure(key[0], before[0])}: {advice}"
+    pairs = zip(key[_BESIDE_LEAVES:], before[_BESIDE_LEAVES:], strict=False)
+    for at, (now, was) in enumerate(pairs):
+        if now == was or at >= len(names):
+            continue
+        if type(now[0]) is Size:
+            return f"`{names[at]}` is {_sized(now)}, was {_sized(was)}"
+        is_text = now[0] == "number" and isinstance(now[1], (str, bytes))
+        advice = (
+            ": keep a text that varies out of the arguments"
+            if is_text
+            else ": pass a number that varies as an argument of its own, or as a tensor"
+        )
+        return f"`{names[at]}` is {_valued(now)}, was {_valued(was)}{advice}"
+    return "other sizes follow from the arguments"
+
+
+def _other_structure(now: pytree.TreeSpec, was: pytree.TreeSpec) -> str:
+    for root, given, before in zip(("args", "kwargs"), now.children(), was.children(), strict=True):
+        each = list(zip(given.children(), before.children(), strict=False))
+        for at, (inside, other) in enumerate(each):
+            if inside != other:
+                name = at if root == "args" else repr(given.context[at])
+                counts = inside.num_leaves, other.num_leaves
+                more = f" ({counts[0]} elements, had {counts[1]})" if counts[0] != counts[1] else ""
+                return f"the structure of `{root}[{name}]` changed{more}"
+    return STRUCTURE
+
+
+def _sized(part: Any) -> str:
+    is_tensor = type(part[0]) is Size
+    return f"a tensor of {tuple(part[0])}, {part[1]}" if is_tensor else "no tensor"
+
+
+def _valued(part: Any) -> str:
+    if type(part) is str:  # of a float
+        return part
+    kind, value = part[0], part[1]
+    return repr(value) if kind == "number" else getattr(value, "__name__", kind)
 
 
 def _key_of_tensor(leaf: Tensor) -> Hashable:
@@ -363,7 +411,7 @@ class ProgramCache:
 
     def _why_none(self, leaves: Sequence[Any], spec: Any) -> str:
         if self.latest is None:
-            return "the first call"
+            return FIRST
         if spec != self.latest.program.in_spec:
             return STRUCTURE
         call = self.latest.program.resolve(leaves)

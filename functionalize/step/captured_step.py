@@ -63,6 +63,7 @@ from functionalize.scalars.live_scalars import plain_tree, was_refused
 from functionalize.state import arguments
 from functionalize.state.dropped_gradients import drop, put_back
 from functionalize.state.memory_reports import memory_reports
+from functionalize.state.number_arguments import VaryingArguments, varying_leaves
 from functionalize.state.python_effects import repeat
 from functionalize.state.python_state import VaryingNumbers
 from functionalize.state.sources import leave
@@ -72,6 +73,7 @@ from functionalize.step.cache import (
     RESTS,
     CachedProgram,
     Found,
+    how_differ,
     key_of,
 )
 from functionalize.step.copies import State, copied, deep_copied, reduced, set_state
@@ -173,6 +175,7 @@ class CapturedStep:
         self._patience, self._disturbed = PATIENCE, 0  # how many recordings others have disturbed
         self._reads_no_clock = False  # whether such a recording was watched, and read no clock
         self._has_warned_of_thread = False
+        self._numbers = VaryingArguments()
         # Of a call whose ranks vote: whether they also vote after the graph; whether it replays a second program.
         self._votes_again = self._tries_once = False
         # Whether a class of recordings may predict a call that its programs miss.
@@ -355,6 +358,7 @@ class CapturedStep:
         for key, cached in programs:
             self.passes.restored(cached)
             core.cache.add(key, cached)
+            self._numbers.restore(key)
         if self.predictions is not None:
             self.predictions.lengths.restore(saved.classes)
         core.varying |= saved.hyperparameters
@@ -404,7 +408,8 @@ class CapturedStep:
                     core.refuse(kind, refused_class(kind))
                 self._last_plan = LastPlan(kind, Eager)
                 return self._run_refused(core.refused[kind], args, kwargs)
-        key = key_of(leaves, spec) if hooks.state is None else self._key_with_state(leaves, spec)
+        self._learn_numbers(leaves, spec)
+        key = self._key_with_state(leaves, spec)
         call = Invocation(args, kwargs, leaves, spec, core.sizes.of(key, leaves))
         if core.refused:
             refused = core.refusal(call.key)
@@ -427,8 +432,20 @@ class CapturedStep:
         return self.core.sizes.of(self._key_with_state(leaves, spec), leaves)
 
     def _key_with_state(self, leaves: Sequence[Any], spec: Any) -> Any:
-        key: Any = key_of(leaves, spec)
-        return key if self._hooks.state is None else (*key, *self._hooks.state(leaves))
+        exact: Any = key_of(leaves, spec)
+        if self._hooks.state is not None:
+            return *exact, *self._hooks.state(leaves)
+        key = self._numbers.key(exact, leaves)
+        if key is exact or self.core.sizes.of(exact, leaves) in self.core.cache.by_key:
+            return exact  # a program of these very numbers
+        return key
+
+    def _learn_numbers(self, leaves: Sequence[Any], spec: Any) -> None:
+        """Note the numbers among the arguments, which vary from the call on that brings others."""
+        if self._hooks.is_still or self.core.hooks_run_outside:
+            return
+        if self._numbers.learn(spec, leaves):
+            self.core.rename(lambda key: self._numbers.key(key, leaves))
 
     # -- plan ------------------------------------------------------------------------------------
 
@@ -493,12 +510,21 @@ class CapturedStep:
         core = self.core
         if self._stays_eager(call):
             # Each call is another one, and no program was ever of use.
-            if core.policy.rest.asks_none:
-                core.policy.rest.is_in_vain()
+            if core.policy.rest.asks_none and core.policy.rest.is_in_vain():
+                self._warn_of_kinds(call)
             return Eager(RARE, is_rare=True)
         if not core.cache.has(call.key) and not core.may_record(call.key):
             return Eager("a recording costs more than is left")
         return None
+
+    def _warn_of_kinds(self, call: Invocation) -> None:
+        """Warn that each call is of a kind of its own."""
+        if self._last_plan is not None:
+            names = arguments.leaf_names(self.core.fn, call.spec)
+            found = how_differ(call.key, self._last_plan.key, names)
+            warn_uncapturable(
+                f"{self.core.name} runs eagerly, as nearly every call is another one for a program: {found}"
+            )
 
     def _stays_eager(self, call: Invocation) -> bool:
         """Whether a call without a program runs eagerly, as its kind is rare; else its program may be predicted now."""
@@ -849,10 +875,13 @@ class CapturedStep:
             recorder.scalar_log.plain_reads = self._plain_reads
         varying, outside = self.core.varying, self.core.hooks_run_outside
         places, varies = self._places(call, recorder.live)
+        numbers = varying_leaves(call.key) if recorder.live and not self._plain_reads else ()
         is_alone = self.core.vote is not None or outside or in_world()
         meets_as = None if is_alone else self.core.name
         try:
-            run = record(self.core.fn, call, recorder, varying, outside, places, varies, meets_as)
+            run = record(
+                self.core.fn, call, recorder, varying, outside, places, varies, meets_as, numbers
+            )
         except Exception as error:
             self._plain_reads |= was_refused(error)
             raise
@@ -920,7 +949,9 @@ class CapturedStep:
         elif isinstance(agreed.outcome, WarmUp):
             votes = RankVote.of(run.recorder, compares) if together is None else None
             if votes is None:  # else all ranks must record alike
-                self.core.unsettled.add(call.reason, agreed.outcome.reason)
+                self.core.unsettled.add(
+                    call.reason, agreed.outcome.reason, agreed.outcome.changes_arguments
+                )
             elif self.core.policy.kinds.defers:  # all ranks decide together which calls they record
                 self.core.vote = votes | self.core.vote
             if run.recorder.scalars and not run.recorder.live:

@@ -126,6 +126,13 @@ class StepCore:
         """Whether ranks compare the collectives of their programs before each replay."""
         return self.vote is not None and self.options.compares
 
+    def rename(self, name: Callable[[Hashable], Hashable]) -> None:
+        """Give kinds of calls without a program another key: some differed in numbers alone that are inputs now."""
+        for key in [*self.unkept]:
+            if (new := name(key)) != key:
+                self.unkept[new] = self.unkept.pop(key)
+                self.policy.kinds.renamed(key, new)
+
     def key_with_sizes(self, key: Hashable, program: Program) -> Hashable:
         """The key of a program that is kept, with the sizes that its ops make of arguments. key: of its call."""
         found = self.sizes.learned(key, program.guards)

@@ -25,6 +25,7 @@ from functionalize.run.boxed import boxed
 from functionalize.state import sources
 from functionalize.state.drawing import GeneratorState
 from functionalize.state.hyperparameters import HyperparameterNumber
+from functionalize.state.number_arguments import NumberArgument
 from functionalize.state.place_effects import PlaceNumber
 from functionalize.step.cache import CachedProgram, ProgramCache
 from functionalize.step.stats import Stats
@@ -189,6 +190,8 @@ def _text(source: Any) -> str:
         return f"the state of the generator `{source.place.name}`"
     if isinstance(source, PlaceNumber):
         return f"`{source.name}`, a number that Python keeps"
+    if isinstance(source, NumberArgument):
+        return f"the argument `{source.name}`, a number"
     if isinstance(source, Held):
         return "a variable that the step names" if source.key is None else f"`{source.key}`"
     if isinstance(source, Captured):

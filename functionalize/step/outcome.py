@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from functionalize.errors import FunctionalizeError, UncapturableError
 from functionalize.lengths.recorded_calls import RecordedCall
-from functionalize.step.cache import CachedProgram
+from functionalize.step.cache import FIRST, CachedProgram
 from functionalize.step.recording import RecordingSummary, StepRecording
 from functionalize.step.stats import ProgramCounts
 from functionalize.step.vote import Level, RankVote
@@ -67,10 +67,12 @@ class WarmUp:
     """The recording is not kept: the next call with the same key is recorded, too.
 
     summary: the part of this recording with which the next one is compared. reason: why this one is not kept.
+    changes_arguments: whether that is a change of the arguments, for which no later one is kept, either.
     """
 
     summary: RecordingSummary
     reason: str
+    changes_arguments: bool = False
     level: ClassVar[Level] = Level.NOT_YET
 
 
@@ -97,11 +99,18 @@ class UnsettledMisses:
         self._name = name
         self._kinds: dict[str, tuple[int, str]] = {}  # -> how many calls, why the last was not kept
         self._told: set[str] = set()
+        self._for_good = 0
 
-    def add(self, missed: str, why: str) -> None:
-        """A call that was recorded because of `missed` was not kept, since the step `why`."""
+    def add(self, missed: str, why: str, for_good: bool = False) -> None:
+        """A call that was recorded because of `missed` was not kept, since the step `why`.
+
+        for_good: whether no call that does so is kept; the user is told at the second one.
+        """
         kind = without_numbers(missed)
         self._kinds[kind] = self._kinds.get(kind, (0, ""))[0] + 1, why
+        self._for_good += for_good
+        if for_good and self._for_good > 1:
+            self.tell(missed)
 
     def clear(self) -> None:
         """A recording was kept."""
@@ -130,9 +139,10 @@ class UnsettledMisses:
         count, why = self._kinds.get(kind, (0, ""))
         if count and kind not in self._told:
             self._told.add(kind)
+            where = "" if missed == FIRST else f" where {missed}"
             warn_uncapturable(
-                f"{self._name} runs eagerly where {missed}: {count} recordings of such calls were not kept, since the "
-                f"step {why}"
+                f"{self._name} runs eagerly{where}: {count} recordings of such calls were not kept, since the step "
+                f"{why}"
             )
         return count > 0
 

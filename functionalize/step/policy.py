@@ -329,14 +329,20 @@ class Rest:
             return "as calls like the last ones were of no use"
         return "as programs were dropped one after the other without a replay"
 
-    def is_in_vain(self, looked_slowly: bool = False) -> None:
-        """A call ran eagerly because none like it is worth a recording. looked_slowly: at all guards of a program."""
+    def is_in_vain(self, looked_slowly: bool = False) -> bool:
+        """A call ran eagerly because none like it is worth a recording; whether the first rest begins.
+
+        looked_slowly: at all guards of a program.
+        """
         self._in_vain += _SLOW_LOOK if looked_slowly else 1
         if self._in_vain >= _VAIN_IN_A_ROW:
             # One further call like this, and it rests again.
+            is_first = self._length == _VAIN_IN_A_ROW
             self._left, self._in_vain = self._length, _VAIN_IN_A_ROW - 1
             self._is_vain = True
             self._length = min(2 * self._length, _LONGEST_REST)
+            return is_first
+        return False
 
     def is_of_use(self) -> None:
         """A program was replayed, or audited."""

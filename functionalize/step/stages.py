@@ -175,6 +175,7 @@ def record(
     live: LivePlaces = NO_PLACES,
     varies: Callable[[PythonState], LivePlaces] | None = None,
     meets_as: str | None = None,
+    numbers: Sequence[int] = (),
 ) -> RecordedRun | NotYet | Refused:
     """Inspect all objects that `fn` reaches, then run it for real while `recorder` is active.
 
@@ -183,12 +184,12 @@ def record(
     optimizer that it reaches is assumed.
     varying: hyperparameters that become live numbers, besides the learning rates. live: places in Python that earlier
     calls have moved. varies: finds those that code outside has changed, see `EntryState.now`. meets_as: the name of the
-    step, under which ranks that record this call find each other.
+    step, under which ranks that record this call find each other. numbers: the leaves that are numbers and live.
     """
     try:
         names = leaf_names(fn, call.spec)
         entry = EntryState.now(
-            fn, call.leaves, recorder, varying, names, hooks_run_outside, live, varies
+            fn, call.leaves, recorder, varying, names, hooks_run_outside, live, varies, numbers
         )
         recorder.early_storages = entry.places.early()
         recorder.calls.read_state = partial(ReadState.now, entry.python_state, call.leaves)
@@ -218,7 +219,9 @@ def record(
             _only_literals(recorder) if is_idle else recorder,
             entry.observed.reads.watching(),
         ):
-            moving.result = observed(call.observer, lambda: fn(*call.args, **call.kwargs))
+            moving.result = observed(
+                call.observer, lambda: moving.called(fn, call.args, call.kwargs, call.spec)
+            )
     except BaseException:
         replace_escaped(recorder.scalar_log)
         if rendezvous is not None:
@@ -274,7 +277,9 @@ def judge(
     if reason is None:
         return Steady(recording)
     recording.entry.observed.forget_slots()
-    return WarmUp(recording.summary, reason)
+    if changes_arguments := isinstance(reason, arguments.ArgumentChange):
+        reason = recording.unsettled(reason)
+    return WarmUp(recording.summary, reason, changes_arguments)
 
 
 def build(verdict: Verdict, make: Callable[[StepRecording], Built]) -> Outcome:

@@ -36,6 +36,7 @@ from functionalize.state.dropped_gradients import watch
 from functionalize.state.hyperparameters import Key, liftable
 from functionalize.state.mode_guard import ModeGuard
 from functionalize.state.moving_state import MovingPlaces, moved, with_live_places
+from functionalize.state.number_arguments import number_arguments
 from functionalize.state.python_effects import PythonEffect, flatten_left, unrepeatable
 from functionalize.state.python_state import Filled, ObservedState, SurroundingsGuard
 from functionalize.state.sources import (
@@ -65,6 +66,7 @@ from functionalize.state.storage_places import (
     fixed_tensors,
 )
 from functionalize.state.tensor_attributes import ArgumentAttributes, GivenAttributes
+from functionalize.util.number_uses import any_needs_exact
 from functionalize.util.reading import is_a
 from functionalize.util.structure import KeptObject
 from functionalize.util.tensor_wrappers import plain_tensors
@@ -141,13 +143,15 @@ class EntryState:
         hooks_run_outside: bool = False,
         live: LivePlaces = NO_PLACES,
         varies: Callable[[PythonState], LivePlaces] | None = None,
+        numbers: Sequence[int] = (),
     ) -> EntryState:
         """Inspect all objects that `fn` reaches.
 
         varying: hyperparameters that become live numbers, besides the learning rates. names: the names of the leaves.
         hooks_run_outside: whether autograd runs hooks of plain parameters, and no program does.
         live: the places in Python that the step moves.
-        varies: finds by a walk those that code outside of it has changed. Raises `UnmadeError`.
+        varies: finds by a walk those that code outside of it has changed. numbers: the leaves that are numbers and
+        live, unless code hands numbers on to C code that takes exact ones alone. Raises `UnmadeError`.
         """
         call, asks_nodes = Call(leaves, []), not recorder.checks.goes_outside
 
@@ -165,6 +169,8 @@ class EntryState:
         if asks_nodes:
             recorder.checks.outside = made_outside(roots, leaves)
         moving = MovingPlaces.of(state, leaves)
+        if numbers and not any_needs_exact(roots.functions):
+            moving = replace(moving, arguments=number_arguments(numbers, leaves, roots.arguments))
         moving.bring_in(places, recorder)
         fsdp = FSDPState.now(roots.states().values())
         deaths: dict[int, int] = {}
@@ -309,10 +315,11 @@ def _facts(
     """Guards on state that a step reads and does not write; those that fail most often come first."""
     # Of these places alone, the recording has what they hold as inputs.
     live = LivePlaces({place.place: place for _, place in moving.values})
+    inputs = {each.leaf for each in moving.arguments}
     constants = [
         ConstantGuard(i, frozen_constant(leaf))
         for i, leaf in enumerate(leaves)
-        if not is_a(leaf, Tensor)
+        if not is_a(leaf, Tensor) and i not in inputs
     ]
     hyperparameters = [HyperparameterGuard.of(n, o, lifted) for n, o in roots.optimizers.items()]
     return [
