@@ -40,11 +40,11 @@ from functionalize.walk.fact_text import (
     advice_on,
     change_text,
     draws_text,
-    is_live_kind,
     portable,
     text_of,
 )
 from functionalize.walk.live_places import (
+    FIXED,
     LIVE_NUMBERS,
     NO_PLACES,
     Bundle,
@@ -52,7 +52,7 @@ from functionalize.walk.live_places import (
     is_same_content,
 )
 from functionalize.walk.probes import Probes
-from functionalize.walk.roots import Roots
+from functionalize.walk.roots import InPlace, Roots
 from functionalize.walk.surroundings import process_generators
 from functionalize.walk.unread import AttributeReads, is_of_library
 from functionalize.walk.walker import PythonState, note_optimizer, walked, walked_again
@@ -363,6 +363,8 @@ def _difference(
                 return f"`{text_of(was_path)}` is gone"
             return f"`{text_of(path)}` is there, was not (`{text_of(was_path)}` was)"
         if new != old:
+            if _is_live(new) and _is_live(old) and path and new.kind is old.kind:
+                return f"`{text_of(path[0])}` is another object"
             return change_text(path, new, old)
     longer, what = (paths_now, "new") if len(now) > len(facts) else (paths, "gone")
     return f"`{text_of(longer[min(len(now), len(facts))])}` is {what}"
@@ -389,13 +391,18 @@ def _kind_of(fact: Any) -> type | None:
     return kind if kind in LIVE_NUMBERS else None
 
 
+def _is_live(fact: Any) -> bool:
+    """Whether a fact is about the number, the flag or the text at a live place."""
+    return type(fact) is InPlace and (fact.kind in LIVE_NUMBERS or fact.kind in FIXED)
+
+
 def _replaced_holder(
     facts: list[Any], paths: list[Path], now: list[Any], paths_now: list[Path]
 ) -> str | None:
     """The name of an object that another one has replaced, so that a live place in it is none any more; else None."""
-    live = {text_of(path) for fact, path in zip(now, paths_now, strict=True) if is_live_kind(fact)}
+    live = {text_of(path) for fact, path in zip(now, paths_now, strict=True) if _is_live(fact)}
     for fact, path in zip(facts, paths, strict=True):
-        if is_live_kind(fact) and text_of(path) not in live and path:
+        if _is_live(fact) and text_of(path) not in live and path:
             return text_of(path[0])
     return None
 

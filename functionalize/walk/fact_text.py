@@ -27,8 +27,6 @@ PLAIN = frozenset(
     {*NUMBERS, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range}
 )
 
-_MOVED = (int, float, bool, str)
-
 
 def has_plain_parts(value: Any) -> bool:
     """Whether a value consists of numbers and texts, so that it may be compared by `==`."""
@@ -142,11 +140,6 @@ def draws_text(name: str, mover: Any) -> str:
     if hasattr(mover, "random") or hasattr(mover, "bit_generator") or mover is None:
         return f"{text}: draw outside the step, and pass the step what it gives as an argument"
     return text + OUTSIDE
-
-
-def is_live_kind(fact: Any) -> bool:
-    """Whether a fact is the type of the number or the flag at a live place."""
-    return type(fact) is tuple and len(fact) == 2 and fact[0] == "kind" and fact[1] in _MOVED
 
 
 def _attributes(fact: Any) -> Any:

@@ -104,10 +104,10 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class InPlace:
-    """The fact that a tensor of this type is in a place that a source reads: an entry of this very container.
+    """The fact that a tensor, or what a live place holds, is of this type and an entry of this very container.
 
-    home: the id of the container. A program whose input is the tensor keeps the container alive. A container that takes
-    the place of another one is a change, whatever it holds, because the source would read the old one.
+    home: the id of the container. A program whose input is at the place keeps the container alive. A container that
+    takes the place of another one is a change, whatever it holds, because the source would read the old one.
     """
 
     kind: type

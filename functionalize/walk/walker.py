@@ -498,7 +498,8 @@ class PythonState:
             if kind is not None and visit.moving is None:
                 if kind is str and not self._is_replay:
                     self.names.add_format(part.value)
-                return self._note(visit, ("kind", kind))
+                # An object that takes the place of this one may have a live place there, too, and a replay reads this.
+                return self._note(visit, InPlace(kind, 0 if place is None else place.home))
             (self._queue if visit.moving is None else self._moved).append(visit)
         elif not self._is_replay:
             self._unnamed.append(visit)
