@@ -23,6 +23,7 @@ from functionalize.cost.categories import Category
 from functionalize.fsdp.contract import MOVED, Handling, is_writable, names
 from functionalize.ir.inputs import Call
 from functionalize.util.reader import READER
+from functionalize.util.reading import modules_under
 
 # Types of numbers, names and dtypes: compared by value, and saved as they are.
 PLAIN = (bool, int, float, str, enum.Enum, type(None), torch.dtype)
@@ -37,7 +38,7 @@ def fsdp_states(under: Under) -> Iterator[Any]:
         yield from under
         return
     seen: set[int] = set()
-    for child in under.modules():
+    for _, child in modules_under(under):
         state = fsdp_state_of(child)
         if state is not None and id(state) not in seen:
             seen.add(id(state))

@@ -11,8 +11,9 @@ compute with other values, without a word.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,8 +29,8 @@ _NOTHING = nullcontext()
 class Versions:
     """What replays of one program do to version counters. It holds no tensor.
 
-    around: for each input with a tensor around it, its index, its source, that tensor when it was looked up last, and
-    the name by which that holds the input.
+    around: for each input with a tensor around it, its index, its source, what finds that tensor where it was looked up
+    last, and the name by which that holds the input.
     """
 
     def __init__(self, inputs: Sequence[InputSpec]) -> None:
@@ -53,9 +54,15 @@ class Versions:
             outer = known()
             if getattr(outer, name, None) is not call.inputs[index]:
                 outer = source.of.resolve(call)
-                self._around[at] = index, source, weakref.ref(outer), name
+                self._around[at] = index, source, _finder(source.of, outer), name
             found.append(outer)
         torch.autograd.graph.increment_version(found)
+
+
+def _finder(source: Any, found: Tensor) -> Callable[[], Any]:
+    """What finds a tensor again: no weak reference to a parameter, which torch could not swap then."""
+    table = getattr(source, "entries", None)
+    return weakref.ref(found) if table is None else functools.partial(table.get, source.name)
 
 
 def _gone() -> None:

@@ -18,13 +18,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from functionalize._compat.fakes import FakeTensor
-from functionalize._compat.fast_guards import has_plain_attributes
 from functionalize.errors import UncapturableError
 from functionalize.ir.inputs import Call
-from functionalize.util.by_class import by_class
-from functionalize.util.packages import is_users_class
 from functionalize.util.reading import table_of
-from functionalize.util.tensor_wrappers import is_no_wrapper, is_wrapper
+from functionalize.util.tensor_wrappers import is_no_wrapper, is_wrapper, own_functions_text
 from functionalize.util.text import with_article
 
 _NONE: dict[str, Any] = {}
@@ -64,23 +61,10 @@ class ArgumentAttributes:
         return None
 
 
-@by_class
-def has_own_functions(kind: type) -> bool:
-    """Whether torch calls code of the user's for whatever is done with a tensor of a class, even to look at it."""
-    if not issubclass(kind, Tensor) or not is_users_class(kind):
-        return False
-    found: Any = kind.__torch_function__
-    return getattr(found, "__func__", None) is not _OF_TORCH and not has_plain_attributes(kind)
-
-
-_OF_TORCH: Any = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
-
-
 def refused_class(kind: type) -> UncapturableError:
     """Why calls with a tensor of such a class run eagerly."""
     return UncapturableError(
-        f"takes {with_article(kind.__name__)}, a tensor for which torch calls `{kind.__name__}.__torch_function__` "
-        "whatever is done with it, which a replay does not: pass `x.as_subclass(torch.Tensor)`"
+        f"takes {own_functions_text(kind)}: pass `x.as_subclass(torch.Tensor)`"
     )
 
 

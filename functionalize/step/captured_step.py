@@ -67,7 +67,7 @@ from functionalize.state.number_arguments import VaryingArguments, varying_leave
 from functionalize.state.python_effects import repeat
 from functionalize.state.python_state import VaryingNumbers
 from functionalize.state.sources import leave
-from functionalize.state.tensor_attributes import has_own_functions, refused_class
+from functionalize.state.tensor_attributes import refused_class
 from functionalize.step.audits import Audits
 from functionalize.step.cache import (
     RESTS,
@@ -124,6 +124,7 @@ from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.other_threads import reading_thread
 from functionalize.util.own_values import own_values
 from functionalize.util.process_groups import has_ranks
+from functionalize.util.tensor_wrappers import has_own_functions
 from functionalize.util.text import counted, without_numbers
 from functionalize.util.turns import (
     IMPATIENCE,

@@ -76,6 +76,7 @@ from functionalize.step.recording import StepRecording, refusals
 from functionalize.step.step_state import EntryState, ExitState
 from functionalize.step_backward.undo import UndoingRecorder
 from functionalize.util.gc_pause import only_young_collections
+from functionalize.util.reading import modules_under
 from functionalize.util.structure import flatten
 from functionalize.util.tensor_wrappers import (
     address_of,
@@ -172,9 +173,10 @@ class _UndoneRun:
 
     def _entry(self, retained: Sequence[Tensor]) -> EntryState:
         modules = fsdp_modules()
-        inner = {id(m) for module in modules for m in [*module.modules()][1:]}
+        inner = {id(m) for module in modules for _, m in [*modules_under(module)][1:]}
         roots = [module for module in modules if id(module) not in inner]
-        managed = {id(p) for m in modules for p in m.parameters()}
+        under = [m for module in modules for _, m in modules_under(module)]
+        managed = {id(p) for m in under for p in m._parameters.values()}
         for _, param in (pair for m in modules for pair in fsdp_params(m)):
             managed |= {id(param.sharded_param), id(getattr(param, "_unsharded_param", None))}
         others = [leaf for leaf in self.leaves if id(leaf) not in managed]

@@ -13,7 +13,7 @@ is read. Sources, guards and the walk read the state of a step by these function
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeGuard
 
 _ABSENT = object()
@@ -95,6 +95,23 @@ def size_of(container: Any) -> int:
     """The number of the elements of a container, as its base class counts them."""
     size: int = base_of(container).__len__(container)
     return size
+
+
+def modules_under(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """A module and all modules under it, each once, with full names: as `named_modules`, which users may override."""
+    seen: set[int] = set()
+    pending = [(prefix, module)]
+    while pending:
+        name, each = pending.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield name, each
+        table = (table_of(each) or {}).get("_modules")
+        # That of a scripted module is no dict.
+        items = items_of(table) if is_a(table, dict) else each._modules.items()
+        inner = [(f"{name}.{key}" if name else key, child) for key, child in items]
+        pending += [pair for pair in reversed(inner) if pair[1] is not None]
 
 
 class _Elements:

@@ -18,7 +18,11 @@ from torch import Tensor, nn
 from functionalize._compat.dispatch import is_traceable_wrapper_subclass
 from functionalize._compat.distributed import is_dtensor_class
 from functionalize._compat.fakes import FakeTensor
+from functionalize._compat.fast_guards import has_plain_attributes
+from functionalize.util.by_class import by_class
+from functionalize.util.packages import is_users_class
 from functionalize.util.reading import is_a
+from functionalize.util.text import with_article
 
 _PLAIN = frozenset({Tensor, nn.Parameter})  # a parameter of a subclass has the subclass's type
 _NO_WRAPPERS = _PLAIN | {FakeTensor}
@@ -30,6 +34,26 @@ def tensor_classes(kind: type = Tensor) -> Iterator[type]:
     subclasses: list[type] = type.__subclasses__(kind)
     for each in subclasses:
         yield from tensor_classes(each)
+
+
+@by_class
+def has_own_functions(kind: type) -> bool:
+    """Whether torch calls code of the user's for whatever is done with a tensor of a class, even to look at it."""
+    if not issubclass(kind, Tensor) or not is_users_class(kind):
+        return False
+    found: Any = kind.__torch_function__
+    return getattr(found, "__func__", None) is not _OF_TORCH and not has_plain_attributes(kind)
+
+
+_OF_TORCH: Any = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+
+
+def own_functions_text(kind: type) -> str:
+    """Such a class, for a message."""
+    return (
+        f"{with_article(kind.__name__)}, a tensor for which torch calls `{kind.__name__}.__torch_function__` whatever "
+        "is done with it, which a replay does not"
+    )
 
 
 def is_plain(value: Any) -> bool:
@@ -80,7 +104,9 @@ def plain_tensors_by_path(
 
 
 def address_of(tensor: Tensor) -> int | None:
-    """The address of a plain tensor's storage; None for other layouts and for wrapper subclasses."""
-    plain = is_no_wrapper(tensor) or not is_traceable_wrapper_subclass(tensor)
+    """The address of a plain tensor's storage; None for other layouts, wrapper subclasses and classes of the user's."""
+    plain = is_no_wrapper(tensor) or not (
+        has_own_functions(type(tensor)) or is_traceable_wrapper_subclass(tensor)
+    )
     plain = plain and tensor.layout is torch.strided
     return tensor.untyped_storage()._cdata if plain else None

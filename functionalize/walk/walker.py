@@ -39,10 +39,20 @@ from functionalize._compat.autograd import (
     may_have_accumulator,
 )
 from functionalize._compat.modules import without_reports
+from functionalize.errors import UncapturableError
 from functionalize.scalars.live_scalars import is_live
 from functionalize.util.own_values import OWN_VALUES
 from functionalize.util.packages import is_users_function
-from functionalize.util.reading import elements_of, item_of, items_of, size_of, table_of, values_of
+from functionalize.util.reading import (
+    elements_of,
+    item_of,
+    items_of,
+    modules_under,
+    size_of,
+    table_of,
+    values_of,
+)
+from functionalize.util.tensor_wrappers import has_own_functions, own_functions_text
 from functionalize.util.text import with_article
 from functionalize.walk.code_names import NameFilter
 from functionalize.walk.fact_text import NUMBERS, PLAIN, Path, has_plain_parts, text_of
@@ -520,6 +530,7 @@ class PythonState:
     def _keep(self, visit: Visit, value: Any) -> None:
         kind, is_loose = type(value), visit.is_loose or visit.moving is not None
         if issubclass(kind, Tensor):
+            self._check_class(visit, value)
             if visit.place is None or is_loose:
                 holder = None if visit.place is None else visit.place.container
                 holder = holder.resolve() if isinstance(holder, Held) else holder
@@ -543,12 +554,24 @@ class PythonState:
         table[name] = value
         return self._inside(name, value) if visit.is_fact else self.late.append((name, value))
 
+    def _check_class(self, visit: Visit, tensor: Any, key: Any = None) -> None:
+        """Refuse a tensor of a class whose functions are the user's, before anything looks at it.
+
+        key: its name in what is visited; None: it is visited itself.
+        """
+        if not self._is_replay and has_own_functions(type(tensor)):
+            name = visit.name or text_of(visit.path)
+            name = f"{name}.{key}" if type(key) is str else name
+            raise UncapturableError(
+                f"reaches `{name}`, {own_functions_text(type(tensor))}: keep `{name}.as_subclass(torch.Tensor)` there"
+            )
+
     def _inside(self, name: str, value: Any) -> None:
         """Visit the contents of a root module or of an optimizer."""
         if not isinstance(value, nn.Module):
             return self._optimizer(Visit(((), name), name, value), value)
         self.seen.pop(id(value), None)
-        self.roots.named_modules[name] = list(value.named_modules(prefix=name))
+        self.roots.named_modules[name] = list(modules_under(value, name))
         for fqn, module in self.roots.named_modules[name]:
             if id(module) not in self.seen:
                 self.seen[id(module)] = ((), fqn)
@@ -573,6 +596,7 @@ class PythonState:
                 self.probes.add_table(table[hooks])
                 self._push(visit, Part(hooks, tuple(values_of(table[hooks])), "hook"))
         for key, tensor in (*items_of(module._parameters), *items_of(module._buffers)):
+            self._check_class(visit, tensor, key)
             self._attributes_of_tensor(Visit((visit.path, key), key, tensor), tensor)
         for key, parameter in items_of(module._parameters):
             self._hooks_of(visit, f"{key}.hooks", parameter)
@@ -649,8 +673,12 @@ class PythonState:
         for key in vars(optimizer):
             if key not in _OF_EVERY_OPTIMIZER:
                 self._push(visit, attribute(vars(optimizer), key))
+        for table in tables_of(optimizer):
+            for key, value in items_of(table):
+                self._check_class(visit, value, key)
         for g, group in enumerate(elements_of(optimizer.param_groups)):
             for i, parameter in enumerate(elements_of(item_of(group, "params"))):
+                self._check_class(visit, parameter, f"param_groups[{g}]['params'][{i}]")
                 self._hooks_of(visit, f"{g}.{i}.hooks", parameter)
         self.probes.add_attribute(optimizer, "__dict__")
         self.probes.add_table(vars(optimizer))

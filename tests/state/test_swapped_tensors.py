@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
+from tests.ranks import run_on_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -147,3 +149,37 @@ def test_after_a_swap(
         return [*found, *(p.grad is None for p in model.parameters())]
 
     assert run(True) == run(False)
+
+
+def _sharded_losses(captures: bool, how: str) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    called = fz.capture(step, audit=False) if captures else step
+    found = [called(torch.ones(2, 4)).item() for _ in range(6)]
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        if how == "load":
+            load(model, model)
+        else:
+            weight = model[0].weight
+            torch.utils.swap_tensors(weight, nn.Parameter(weight.detach() * 2))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    return [*found, *(called(torch.ones(2, 4)).item() for _ in range(6))]
+
+
+@pytest.mark.parametrize("how", ["load", "swap"])
+def test_parameters_of_fsdp_can_be_swapped(how: str) -> None:
+    eager = run_on_ranks(_sharded_losses, False, how, world=2)
+    assert run_on_ranks(_sharded_losses, True, how, world=2) == eager

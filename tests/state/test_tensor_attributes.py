@@ -175,3 +175,61 @@ def test_a_class_for_which_torch_calls_code_of_the_user() -> None:
     strict = fz.capture(step, on_uncapturable="raise")
     with pytest.raises(fz.errors.UncapturableError, match="as_subclass"):
         strict(batches[0])
+
+
+class Counted(torch.Tensor):
+    """A class for which torch calls code of the user's, which counts that."""
+
+    calls = 0
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        Counted.calls += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Reaches:
+    """A model, and a tensor of that class that the step finds. where: in what."""
+
+    def __init__(self, where: str) -> None:
+        torch.manual_seed(0)
+        Counted.calls = 0
+        self.where, self.model, made = where, nn.Linear(4, 3), torch.ones(3).as_subclass(Counted)
+        if where == "buffer":
+            self.model.register_buffer("found", made)
+        elif where == "parameter":
+            self.model.bias = nn.Parameter(made)
+        elif where == "table":
+            self.table = {"found": [made]}
+        elif where == "attribute":
+            self.found = made
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        if where == "optimizer":
+            self.optimizer.state["found"] = made
+
+    def step(self, x: Tensor) -> Tensor:
+        y = self.model(x)
+        if self.where == "buffer":
+            y = y * self.model.found
+        elif self.where == "table":
+            y = y * self.table["found"][0]
+        elif self.where == "attribute":
+            y = y * self.found
+        elif self.where == "optimizer":
+            y = y * self.optimizer.state["found"]
+        y.sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return y.detach().as_subclass(Tensor)
+
+
+@pytest.mark.parametrize("where", ["buffer", "parameter", "table", "attribute", "optimizer"])
+def test_a_found_tensor_of_such_a_class_is_refused_before_anything_looks_at_it(where: str) -> None:
+    def calls(wrap: Callable[[Any], Any]) -> list[Any]:
+        reaches = Reaches(where)
+        step = wrap(reaches.step)
+        return [(step(torch.ones(2, 4)).tolist(), Counted.calls) for _ in range(6)]
+
+    eager = calls(lambda fn: fn)
+    with pytest.warns(UncapturableWarning, match=r"a Counted, a tensor for which torch calls"):
+        assert calls(fz.capture) == eager

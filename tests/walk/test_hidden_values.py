@@ -430,3 +430,51 @@ def test_a_list_that_a_module_holds(name: str) -> None:
     change(model)
     for _ in range(4):
         assert torch.equal(captured(x), x * 3)
+
+
+class Partly(nn.Module):
+    """A model that lists its head alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))
+
+    def named_modules(self, memo=None, prefix="", remove_duplicate=True):
+        yield prefix, self
+        yield from self.head.named_modules(memo, f"{prefix}.head", remove_duplicate)
+
+    def modules(self):
+        raise RuntimeError("not for others")
+
+
+def test_modules_that_a_model_does_not_list() -> None:
+    def losses(wrap: Callable[[Any], Any]) -> tuple[list[float], Any]:
+        torch.manual_seed(0)
+        model, found = Partly(), []
+        optimizer = torch.optim.SGD([*model.backbone.parameters(), *model.head.parameters()], 0.1)
+
+        def step(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        captured = wrap(step)
+        for i in range(16):
+            if i == 4:
+                model.backbone[1].p = 0.1
+            if i == 8:
+                model.backbone[1].eval()
+            if i == 12:
+                model.backbone[0].register_forward_hook(lambda module, given, result: result * 2)
+            found.append(captured(torch.ones(3, 4)).item())
+        return found, captured
+
+    eager, _ = losses(lambda fn: fn)
+    found, step = losses(lambda fn: fz.capture(fn, audit=False, allowance=None))
+    assert found == eager and step.stats.replays >= 6
