@@ -90,6 +90,7 @@ from functionalize.step.outcome import (
     Unkept,
     WarmUp,
 )
+from functionalize.step.pace import Pace
 from functionalize.step.pass_schedule import PassSchedule
 from functionalize.step.plan import (
     WAITS,
@@ -177,6 +178,10 @@ class CapturedStep:
         self._reads_no_clock = False  # whether such a recording was watched, and read no clock
         self._has_warned_of_thread = False
         self._numbers = VaryingArguments()
+        # Not a forward, which goes on in its backward; nor what the user asks for at any cost.
+        is_whole = self._hooks.leaves is None and not self._hooks.is_still
+        is_timed = is_whole and core.policy.ledger.is_bounded
+        self._pace = Pace(self._warn_of_pace) if is_timed else None
         # Of a call whose ranks vote: whether they also vote after the graph; whether it replays a second program.
         self._votes_again = self._tries_once = False
         # Whether a class of recordings may predict a call that its programs miss.
@@ -282,7 +287,7 @@ class CapturedStep:
         verbose: where each input of each program comes from, too, and its guards on numbers.
         """
         core = self.core
-        next_call = NextCall(core, self._last_plan, self._is_due, self.passes.why_waits)
+        next_call = NextCall(core, self._last_plan, self._is_due, self.passes.why_waits, self._pace)
         return explanation(
             core.name,
             self.boundary,
@@ -381,6 +386,8 @@ class CapturedStep:
                 return self._run_eagerly(args, kwargs)
             if core.policy.may_rest and self._rests():
                 return self._run_eagerly(args, kwargs)
+            if self._pace is not None and self._pace.runs_eagerly():
+                return self._timed(args, kwargs)
             if (
                 EVERY_CALL in core.refused
                 and not core.options.raises
@@ -401,6 +408,7 @@ class CapturedStep:
 
     def _run_in_turn(self, args: Any, kwargs: Any) -> Any:
         core, hooks = self.core, self._hooks
+        began = self._pace.clock() if self._pace is not None else 0.0
         flat, spec = arguments.flatten(*self._arguments.of(args, kwargs))
         leaves = flat if hooks.leaves is None else hooks.leaves(flat)
         for kind in {*map(type, leaves)}:
@@ -420,8 +428,15 @@ class CapturedStep:
         plan = self._plan(call)
         if core.vote is not None:
             plan = self._agreed(plan, call)
+            self._pace = None
         elif type(plan) is Record:
             plan = self._plan_recording(call, plan.why)
+        pace = self._pace
+        if pace is not None and isinstance(plan, (Replay, Eager)):
+            looked = pace.clock()
+            result = self._act(plan, call)
+            pace.looked(looked - began, pace.clock() - looked)
+            return result
         return self._act(plan, call)
 
     def flattened(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
@@ -720,6 +735,24 @@ class CapturedStep:
     def _run_eagerly(self, args: Any, kwargs: Any) -> Any:
         self.stats.eager += 1
         return self.core.fn(*args, **kwargs)
+
+    def _timed(self, args: Any, kwargs: Any) -> Any:
+        """An eager call whose time says whether replays pay."""
+        pace = self._pace
+        assert pace is not None
+        if has_ranks():
+            self._pace = None
+        began = pace.clock()
+        result = self._run_eagerly(args, kwargs)
+        pace.ran(pace.clock() - began)
+        return result
+
+    def _warn_of_pace(self, slower: float) -> None:
+        warn_uncapturable(
+            f"{self.core.name} runs eagerly, as its calls take {slower:.1f} times as long where programs are asked: it "
+            "does little beside what it depends on. Make objects that it reads once, and change their attributes, or "
+            "capture a larger part of the loop"
+        )
 
     def replay(self, cached: CachedProgram, call: Call, counts: bool = True) -> Any:
         """Run a program whose guards hold. counts: whether it is one of the cache, and counts the replay."""

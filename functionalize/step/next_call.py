@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functionalize.errors import FunctionalizeError
 from functionalize.step.cache import CachedProgram
 from functionalize.step.core import EVERY_CALL, StepCore
+from functionalize.step.pace import Pace
 from functionalize.step.plan import WAITS, Eager, LastPlan, Record
 from functionalize.util.text import counted
 
@@ -28,12 +29,14 @@ class NextCall:
 
     last: the plan of the last call; None: there was none. is_due: whether the next call of a program is audited.
     why_waits: why the passes of a program that waits for them do not run at the next call; None: they do.
+    pace: whether replays pay; None: nobody asks.
     """
 
     core: StepCore
     last: LastPlan | None
     is_due: Callable[[CachedProgram], bool]
     why_waits: Callable[[CachedProgram], str | None]
+    pace: Pace | None = None
 
     @property
     def text(self) -> str:
@@ -59,6 +62,8 @@ class NextCall:
     def _what(self, last: LastPlan) -> str:
         core, found = self.core, self._program_of(last)
         policy, cache, rest = core.policy, core.cache, core.policy.rest
+        if self.pace is not None and self.pace.why:
+            return self.pace.why
         if rest.left and (not len(cache) or last.kind is Eager):
             return f"runs eagerly: the step rests for {counted(rest.left, 'more call')}, {rest.why}"
         if found is not None:
