@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
-INK, GREY, RED, PALE = "#1c1c1c", "#6a6a6a", "#c00032", "#f8d3db"
+INK, GREY, RED = "#1c1c1c", "#6a6a6a", "#c00032"
 # Columns of a picture at most: more than a printed page resolves, few enough for a small SVG.
 COLUMNS = 900
 _FAR = 3  # times as high as what is drawn: an axis up to there would flatten the rest

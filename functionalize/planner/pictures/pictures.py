@@ -1,10 +1,9 @@
-"""Pictures of a plan: PNG, SVG or PDF by the suffix of the file.
+"""The picture of a plan's memory: PNG, SVG or PDF by the suffix of the file.
 
 Needs matplotlib: `pip install "functionalize[plots]"`.
 
     memory_picture([eager, program], "memory.png")      bytes by category, event by event; the peak in detail
-    memory_picture(..., times=times)                    the same over modelled time (`report/event_times.py`)
-    schedule_picture(spans, "schedule.svg")             a row per stream; hatched where compute waits
+    memory_picture(..., times=times)                    the same over modelled time (`event_times` of `report/rows.py`)
 
         ┌─────────────────┬──────────┐
         │      peak •     │ legend   │     a column of the picture shows all categories of one event, the one with
@@ -41,7 +40,6 @@ from functionalize.planner.pictures.canvas import (
     tick,
     upper_end,
 )
-from functionalize.planner.pictures.schedule_picture import schedule_picture
 from functionalize.planner.report.figures import Peak, brief, check_held, groups
 from functionalize.planner.report.rows import (
     COLOURS,
@@ -62,10 +60,6 @@ if TYPE_CHECKING:
 
 
 _NO_TIMES: Mapping[str, Sequence[float]] = MappingProxyType({})
-
-__all__ = ["memory_picture", "schedule_picture"]
-
-# -- memory ----------------------------------------------------------------------------------------
 
 
 def memory_picture(

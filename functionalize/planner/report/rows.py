@@ -2,7 +2,6 @@
 
     rows_of(spans)              {'compute': [...], 'all-gather 0': [...]}, each in order of time
     exposed(spans)              the intervals in which communication runs and compute is idle
-    rectangles(row, width)      spans of one phase with less than `width` seconds between them, merged
     forward forward backward recompute backward -> Stretch(forward, 0, 2), Stretch(backward, 2, 3), ...
     intervals = reached(program.graph, time.spans)       per node, when the compute stream runs it
     event_times([eager, program], intervals)             {"eager": [0.0, ...], ...}: the seconds of each event
@@ -10,18 +9,18 @@
 An event of the program has the time at which the compute stream reaches its op; several events of one op are spread
 evenly over the op. Eager's ops have no modelled time: its events are aligned with the program's at the borders of
 phases, and evenly in between. Allocations from before the step are made at 0.
-Invariants: rectangles cover every span of the row, and are at most two per `width` of time; the times of a timeline do
-not decrease; categories that a picture stacks on one another differ in lightness or hue, also for colour-blind readers
-(a test simulates the three kinds). This file does not import matplotlib. Linear in events, and in spans after sorting.
+Invariants: the times of a timeline do not decrease; categories that a picture stacks on one another differ in
+lightness or hue, also for colour-blind readers (a test simulates the three kinds). This file does not import
+matplotlib. Linear in events, and in spans after sorting.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import fx
 
@@ -57,14 +56,7 @@ class Span(NamedTuple):
 
 COMPUTE = "compute"
 Interval = tuple[float, float]
-
-
-class Rectangle(NamedTuple):
-    """Merged spans of one phase, drawn as one rectangle."""
-
-    phase: str
-    start: float
-    end: float
+T = TypeVar("T")
 
 
 def rows_of(spans: Iterable[Span]) -> dict[str, list[Span]]:
@@ -74,22 +66,6 @@ def rows_of(spans: Iterable[Span]) -> dict[str, list[Span]]:
         rows.setdefault(span.stream, []).append(span)
     names = sorted(rows, key=lambda name: (name != COMPUTE, name))
     return {name: sorted(rows[name], key=lambda span: span.start) for name in names}
-
-
-def rectangles(row: Sequence[Span], width: float) -> list[Rectangle]:
-    """The rectangles of a row. Adjacent spans shorter than `width` are merged, whatever their phases."""
-    found: list[Rectangle] = []
-    for span in row:
-        last = found[-1] if found else None
-        if (
-            last is not None
-            and span.start - last.end < width
-            and (span.phase == last.phase or span.end - last.start < width)
-        ):
-            found[-1] = last._replace(end=max(last.end, span.end))
-        else:
-            found.append(Rectangle(span.phase, span.start, span.end))
-    return found
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
@@ -105,30 +81,33 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
     return found
 
 
+def outside(
+    parts: Iterable[tuple[float, float, T]], others: Sequence[Interval]
+) -> Iterator[tuple[float, float, T]]:
+    """The parts of some intervals that lie in none of the others; both are sorted and without overlaps.
+
+    Each interval has a value, as the phase that it is in, which its parts have, too.
+    """
+    i = 0
+    for start, end, value in parts:
+        while i < len(others) and others[i][1] <= start:
+            i += 1
+        at, j = start, i
+        while j < len(others) and others[j][0] < end:
+            if others[j][0] > at:
+                yield at, others[j][0], value
+            at = max(at, others[j][1])
+            j += 1
+        if at < end:
+            yield at, end, value
+
+
 def exposed(spans: Iterable[Span]) -> list[Interval]:
     """The intervals in which communication runs and compute is idle."""
     spans = list(spans)
     busy = merged((s.start, s.end) for s in spans if s.stream == COMPUTE)
-    found: list[Interval] = []
-    i = 0
-    for start, end in merged((s.start, s.end) for s in spans if s.stream != COMPUTE):
-        while i < len(busy) and busy[i][1] <= start:
-            i += 1
-        j = i
-        while j < len(busy) and busy[j][0] < end:
-            if busy[j][0] > start:
-                found.append((start, busy[j][0]))
-            start = max(start, busy[j][1])
-            j += 1
-        i = max(i, j - 1)
-        if start < end:
-            found.append((start, end))
-    return found
-
-
-def total(intervals: Iterable[Interval]) -> float:
-    """The total length of disjoint intervals, in seconds."""
-    return sum(end - start for start, end in intervals)
+    sent = merged((s.start, s.end) for s in spans if s.stream != COMPUTE)
+    return [(a, b) for a, b, _ in outside(((start, end, None) for start, end in sent), busy)]
 
 
 # -- colours ---------------------------------------------------------------------------------------
@@ -161,14 +140,6 @@ PHASE_COLOURS: Mapping[str, str] = MappingProxyType(
     {FORWARD: "#e4eff8", BACKWARD: "#fadebb", RECOMPUTE: "#add4c8", OPTIMIZER: "#dbcafa"}
 )
 OTHER_PHASE = "#c9c9c9"
-# The colours of a schedule: compute by phase, communication by kind of collective.
-COMPUTE_COLOURS: Mapping[str, str] = MappingProxyType(
-    {FORWARD: "#5f9fd8", BACKWARD: "#1b4f8a", RECOMPUTE: "#5fc4a4", OPTIMIZER: "#6b6b6b"}
-)
-STREAM_COLOURS: Mapping[str, str] = MappingProxyType(
-    {"gather": "#f7a850", "scatter": "#d79fd0", "reduce": "#6d2a72"}
-)
-OTHER_STREAM = "#a38a00"
 NO_PHASE = "other"
 
 

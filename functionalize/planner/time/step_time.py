@@ -27,7 +27,7 @@ from typing import Any
 from functionalize._compat.autograd import RECOMPUTE
 from functionalize.cost.machines.machine import Machine
 from functionalize.cost.machines.presets import MACHINES
-from functionalize.planner.report.rows import Span
+from functionalize.planner.report.rows import Span, outside
 from functionalize.planner.time.call_costs import Costs, call_costs
 from functionalize.planner.time.communication import Groups
 from functionalize.planner.time.streams import ScheduledSpan, schedule
@@ -215,7 +215,7 @@ def _phases(pieces: Sequence[ScheduledSpan]) -> Iterator[PhaseTime]:
     sending = sorted((s.start, s.end, s.phase) for s, communicates, *_ in pieces if communicates)
     sending = list(_without_overlaps(sending))
     compute, communication = _by_phase(computing), _by_phase(sending)
-    exposed = _by_phase(_outside(sending, computing))
+    exposed = _by_phase(outside(sending, [(start, end) for start, end, _ in computing]))
     flops: dict[str, int] = {}
     for piece in pieces:
         flops[piece.span.phase] = flops.get(piece.span.phase, 0) + piece.flops
@@ -238,19 +238,3 @@ def _without_overlaps(parts: Sequence[Interval]) -> Iterator[Interval]:
         if end > at:
             yield max(start, at), end, phase
             at = end
-
-
-def _outside(parts: Sequence[Interval], others: Sequence[Interval]) -> Iterator[Interval]:
-    """The parts of some intervals that lie in none of the others; both are sorted and without overlaps."""
-    i = 0
-    for start, end, phase in parts:
-        while i < len(others) and others[i][1] <= start:
-            i += 1
-        at, j = start, i
-        while j < len(others) and others[j][0] < end:
-            if others[j][0] > at:
-                yield at, others[j][0], phase
-            at = max(at, others[j][1])
-            j += 1
-        if at < end:
-            yield at, end, phase

@@ -19,7 +19,6 @@ from functionalize.planner.report.rows import (
     reached,
     rows_of,
     stretches,
-    total,
 )
 from functionalize.planner.time.step_time import step_time
 from functionalize.planner.timeline.timeline import Timeline
@@ -61,7 +60,7 @@ def test_the_schedule_has_the_seconds_of_the_report(tmp_path: Path) -> None:
     for stream, row in rows.items():
         events = found["modelled schedule", stream]
         assert [event["name"] for event in events] == [span.name for span in row]
-        busy = total(merged((span.start, span.end) for span in row))
+        busy = sum(b - a for a, b in merged((span.start, span.end) for span in row))
         assert sum(event["dur"] for event in events) == pytest.approx(
             busy * 1e6, abs=1e-3 * len(row)
         )

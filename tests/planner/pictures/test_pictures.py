@@ -18,18 +18,14 @@ from functionalize.planner.pictures.pictures import (
     COLUMNS,
     columns,
     memory_picture,
-    schedule_picture,
     time_columns,
 )
 from functionalize.planner.report.rows import (
     Span,
     event_times,
     exposed,
-    merged,
     reached,
-    rectangles,
     rows_of,
-    total,
 )
 from functionalize.planner.timeline.timeline import Timeline
 from functionalize.util.text import BYTES, human_bytes, human_seconds
@@ -43,6 +39,10 @@ def texts(path: Path) -> list[str]:
     """The texts of an SVG: they stay text."""
     found = re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text())
     return [text.strip() for text in found]
+
+
+def length(intervals) -> float:
+    return sum(end - start for start, end in intervals)
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -77,12 +77,7 @@ def test_the_pictures_of_a_captured_step(tmp_path):
     assert f"program: peak {human_bytes(program.peak)}" in said
     assert f"on the device: peak {human_bytes(simulate(eager).peak)}" in said
     assert {"forward", "backward", "recompute", "optimizer"} <= set(said)
-    schedule_picture(time.spans, path)
-    wait = f"compute waits {human_seconds(time.exposed)} for communication"
-    assert any(
-        text.startswith(f"{human_seconds(time.seconds)} in all; {wait}") for text in texts(path)
-    )
-    assert total(exposed(time.spans)) == pytest.approx(time.exposed)
+    assert length(exposed(time.spans)) == pytest.approx(time.exposed)
 
 
 def test_memory_over_modelled_time(tmp_path):
@@ -181,35 +176,6 @@ def test_one_allocation_with_an_odd_name(tmp_path):
 # -- schedule --------------------------------------------------------------------------------------
 
 
-def test_the_picture_of_a_schedule_shows_what_waits(tmp_path):
-    path = tmp_path / "schedule.svg"
-    spans = [
-        Span("all-gather 0", "gather", 0.0, 0.004),
-        Span("compute", "mm", 0.002, 0.006, "forward"),
-        Span("reduce-scatter 0", "scatter", 0.006, 0.010),
-    ]
-    schedule_picture(spans, path)
-    said = texts(path)
-    assert {"compute  40%", "all-gather 0  40%", "reduce-scatter 0  40%", "compute waits"} <= set(
-        said
-    )
-    assert "10.0 ms in all; compute waits 6.00 ms for communication (60%)" in said
-
-
-def test_a_schedule_with_100_000_spans_is_a_small_file(tmp_path):
-    spans = schedule_of(126, small=400)
-    assert len(spans) > 100_000
-    path = tmp_path / "schedule.svg"
-    schedule_picture(spans, path)
-    assert path.stat().st_size < 1 << 20
-
-
-def test_a_schedule_that_takes_no_time(tmp_path):
-    path = tmp_path / "schedule.svg"
-    schedule_picture([Span("compute", "view", 0.0, 0.0)], path)
-    assert "0 s in all; compute waits 0 s for communication (0%)" in texts(path)
-
-
 def test_what_is_exposed_is_communication_without_compute():
     spans = [
         Span("all-gather 0", "a", 0, 10),
@@ -222,7 +188,7 @@ def test_what_is_exposed_is_communication_without_compute():
     ]
     found = exposed(reversed(spans))
     assert found == [(0, 1), (2, 4), (9, 11), (30, 31), (40, 41)]
-    assert total(found) == 7
+    assert length(found) == 7
     assert exposed(spans[2:5]) == [] and exposed(spans[:1]) == [(0, 10)]
 
 
@@ -235,15 +201,8 @@ def test_exposed_agrees_with_looking_at_every_moment():
         assert any(a <= time < b for a, b in found) == (at == {False})
 
 
-def test_rows_are_compute_first_and_rectangles_cover_them():
-    rows = rows_of(schedule_of(3))
-    assert list(rows) == ["compute", "all-gather 0", "reduce-scatter 0"]
-    for row in rows.values():
-        fine, rough = rectangles(row, 0.0), rectangles(row, 2.0)
-        assert len(fine) == len(row) and len(rough) == 1
-        assert rough[0].start == row[0].start and rough[0].end == row[-1].end
-        covered = merged((r.start, r.end) for r in rectangles(row, 1e-4))
-        assert all(any(a <= s.start and s.end <= b for a, b in covered) for s in row)
+def test_rows_are_compute_first():
+    assert list(rows_of(schedule_of(3))) == ["compute", "all-gather 0", "reduce-scatter 0"]
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -291,6 +250,4 @@ def test_nothing_to_draw_is_refused(tmp_path):
         match=r"The device's bytes at 1 moments do not match the [\d,]+ events of `eager`",
     ):
         memory_picture(step_of(1), path, held=[5])
-    with pytest.raises(PictureError, match="the schedule has no span"):
-        schedule_picture([], path)
     assert not path.exists()

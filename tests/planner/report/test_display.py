@@ -10,7 +10,6 @@ from functionalize.cost.categories import Category
 from functionalize.planner.report.figures import Peak, groups
 from functionalize.planner.report.rows import (
     COLOURS,
-    COMPUTE_COLOURS,
     PHASE_COLOURS,
     anchors,
     coarse,
@@ -185,9 +184,8 @@ def test_colours_can_be_told_apart(eyes):
     for (a, x), (b, y) in itertools.combinations(seen.items(), 2):
         near = abs(list(Category).index(a) - list(Category).index(b)) <= 2  # may lie on one another
         assert np.linalg.norm(x - y) > (20 if near else 8), (a, b)
-    for colours in (PHASE_COLOURS, COMPUTE_COLOURS):
-        for x, y in itertools.combinations(colours.values(), 2):
-            assert np.linalg.norm(lab(x, EYES[eyes]) - lab(y, EYES[eyes])) > 9
+    for x, y in itertools.combinations(PHASE_COLOURS.values(), 2):
+        assert np.linalg.norm(lab(x, EYES[eyes]) - lab(y, EYES[eyes])) > 9
 
 
 def test_an_event_of_an_op_without_a_phase():
