@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from functionalize.cost.categories import Category
-from functionalize.planner.scratch.scratch import scratch_of
-from functionalize.planner.scratch.unknown import uncounted
 from functionalize.planner.sweep.training import Items
 from functionalize.planner.timeline.program_memory import program_timeline
 from functionalize.planner.timeline.timeline import Timeline
@@ -57,12 +54,7 @@ class Recorded:
 
     def timeline(self) -> Timeline:
         """The memory of a replay of the program."""
-        scratch = partial(scratch_of, device=self.target)
-        targets = (node.target for node in self.program.graph.nodes)
-        unknown = uncounted(targets, self.target)
-        return program_timeline(
-            self.program, self.input_categories, scratch=scratch, uncounted=unknown
-        )
+        return program_timeline(self.program, self.input_categories, self.target)
 
     def after(self, pipeline: str | None, say: Say) -> Recorded:
         """The recorded step after the passes of a pipeline."""

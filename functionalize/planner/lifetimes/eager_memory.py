@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from functionalize._compat.fakes import HOST
 from functionalize.planner.allocator.alloc_conf import Settings
@@ -11,8 +10,6 @@ from functionalize.planner.allocator.allocator import fsdp2_streams
 from functionalize.planner.lifetimes.lifetimes import Lifetimes
 from functionalize.planner.machines.constants import DeviceConstant
 from functionalize.planner.report.text import Memory
-from functionalize.planner.scratch.scratch import scratch_bytes
-from functionalize.planner.scratch.unknown import uncounted
 from functionalize.planner.timeline.timeline import Timeline
 from functionalize.util.gc_pause import only_young_collections
 
@@ -43,8 +40,5 @@ class EagerMemory(Memory):
     @cached_property
     def eager(self) -> Timeline:
         """The memory of the step as eager ran it."""
-        scratch = partial(scratch_bytes, device=self.lifetimes.target)
         with only_young_collections():  # the events made here live as long as the report
-            timeline = self.lifetimes.timeline(scratch)
-        unknown = uncounted((r.target for r in self.lifetimes.records), self.lifetimes.target)
-        return replace(timeline, uncounted=unknown)
+            return self.lifetimes.timeline(self.lifetimes.target)

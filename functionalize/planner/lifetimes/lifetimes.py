@@ -14,10 +14,9 @@ Not recorded: what an op allocates and frees inside itself; see `planner/scratch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import starmap
-from typing import NamedTuple, overload
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from functionalize._compat.fakes import accelerators
 from functionalize.cost.categories import PARAMETERS, Category
@@ -25,10 +24,10 @@ from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.ir.ops import Geometry, OpRecord
 from functionalize.planner.lifetimes.input_categories import Origin
 from functionalize.planner.lifetimes.op_categories import OpCategories, phases_of
-from functionalize.planner.timeline.timeline import BEFORE, Allocation, Event, Op, Timeline
+from functionalize.planner.scratch.scratch import scratch_bytes
+from functionalize.planner.scratch.unknown import uncounted
+from functionalize.planner.timeline.timeline import BEFORE, Allocation, Event, LateOps, Op, Timeline
 from functionalize.util.user_stack import line_or_empty
-
-Bytes = Callable[[OpRecord], int]
 
 
 class SizeChange(NamedTuple):
@@ -72,36 +71,23 @@ class Lifetimes:
     def __repr__(self) -> str:
         return f"<Lifetimes: {len(self.records)} ops, {len(self.seen)} storages>"
 
-    @staticmethod
-    def of(
-        records: Sequence[OpRecord],
-        changes: Iterable[tuple[int, int, int]],
-        seen: Sequence[LastSeen],
-        origins: Mapping[int, Origin],
-        gradients: Mapping[int, Category],
-        updates: Sequence[range],
-        sums: Mapping[int, frozenset[int]],
-        planned_for: str | None,
-    ) -> Lifetimes:
-        """Build the record. planned_for: the target of the fake world that the step ran in, if any."""
-        made, target = list(starmap(SizeChange, changes)), _target(planned_for, seen)
-        return Lifetimes(records, made, seen, origins, gradients, updates, sums, target)
-
     def timeline(
         self,
-        scratch: Bytes | None = None,
+        target: str | None = None,
         device: str | None = None,
     ) -> Timeline:
         """The memory of the step as eager ran it, on a kind of device; None: on the one that it computes on.
 
-        scratch: the bytes that an op allocates and frees inside its kernel.
+        target: whose kernels run, to count what they allocate and free inside themselves; None: this is not counted.
         """
         phases = phases_of(self.records, self.updates)
         payload = {serial: o.payload for serial, o in self.origins.items() if o.payload is not None}
         parameters = {s for s, o in self.origins.items() if o.category in PARAMETERS}
         categories = OpCategories(self.records, phases, self.gradients, payload, parameters)
-        builder = _TimelineBuilder(self, categories, scratch)
-        return builder.timeline(device or self.device)
+        found = _TimelineBuilder(self, categories, target).timeline(device or self.device)
+        if target is None:
+            return found
+        return replace(found, uncounted=uncounted((r.target for r in self.records), target))
 
     def by_op(self) -> Iterator[tuple[int, list[SizeChange]]]:
         """For each op, the changes from its start to the start of the next.
@@ -125,12 +111,6 @@ class Lifetimes:
         return others[0] if others else "cpu" if "cpu" in kinds else "meta"
 
 
-def _target(planned: str | None, seen: Sequence[LastSeen]) -> str:
-    """Whose kernels ran: the fake world's target, else the accelerator if any storage is on one, else the CPU."""
-    others = accelerators(each.device for each in seen)
-    return planned if planned is not None else next(iter(others), "cpu")
-
-
 class _TimelineBuilder:
     """Turns changes into allocations and events, in op order."""
 
@@ -138,9 +118,9 @@ class _TimelineBuilder:
         self,
         lifetimes: Lifetimes,
         categories: OpCategories,
-        scratch: Bytes | None,
+        target: str | None,
     ) -> None:
-        self._lifetimes, self._categories, self._scratch = lifetimes, categories, scratch
+        self._lifetimes, self._categories, self._target = lifetimes, categories, target
         self._events: list[Event] = []
         self._made: list[tuple[int, Allocation]] = []
         self._live: dict[int, Allocation] = {}
@@ -152,7 +132,7 @@ class _TimelineBuilder:
             if counted[serial]:
                 self._change(BEFORE, serial, origin.nbytes)
         for op, changes in self._lifetimes.by_op():
-            inside = self._scratch_bytes(records[op]) if self._scratch and records else 0
+            inside = self._scratch_bytes(records[op]) if records else 0
             if op in self._lifetimes.sums:
                 changes = self._without_reused_sum(op, changes)
             # Scratch is live after the op has allocated its results and before frees that follow the op.
@@ -167,7 +147,7 @@ class _TimelineBuilder:
                 self._add_scratch(op, inside)
         for serial, allocation in self._made:
             self._describe(serial, allocation)
-        ops = RecordedOps(records, self._categories.phases)
+        ops = LateOps(len(records), self._op)
         return Timeline("eager", ops, [a for _, a in self._made], self._events)
 
     def _without_reused_sum(self, op: int, changes: list[SizeChange]) -> list[SizeChange]:
@@ -186,7 +166,9 @@ class _TimelineBuilder:
         return changes
 
     def _scratch_bytes(self, record: OpRecord) -> int:
-        return 0 if record.target is RESIZE_STORAGE or not self._scratch else self._scratch(record)
+        if self._target is None or record.target is RESIZE_STORAGE:
+            return 0
+        return scratch_bytes(record, self._target)
 
     def _change(self, op: int, serial: int, nbytes: int) -> None:
         """Record a new size. A resize allocates the new bytes before it frees the old ones, to copy them."""
@@ -233,26 +215,7 @@ class _TimelineBuilder:
         record = self._lifetimes.records[op]
         return f"{record.target} {record.meta.get('module', '')}".rstrip()
 
-
-class RecordedOps(Sequence[Op]):
-    """The ops of a recording, each made at its first access: to symbolise its stack costs more than the rest."""
-
-    def __init__(self, records: Sequence[OpRecord], phases: Sequence[str]) -> None:
-        self._records, self._phases = records, phases
-        self._cache: dict[int, Op] = {}
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    @overload
-    def __getitem__(self, index: int) -> Op: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Op]: ...
-    def __getitem__(self, index: int | slice) -> Op | list[Op]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if index not in self._cache:
-            record = self._records[index]
-            module, line = record.meta.get("module", ""), line_or_empty(record.traceback)
-            self._cache[index] = Op(str(record.target), self._phases[index], module, line)
-        return self._cache[index]
+    def _op(self, index: int) -> Op:
+        record = self._lifetimes.records[index]
+        module, line = record.meta.get("module", ""), line_or_empty(record.traceback)
+        return Op(str(record.target), self._categories.phases[index], module, line)

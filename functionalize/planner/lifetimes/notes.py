@@ -24,11 +24,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from functionalize._compat.fakes import accelerators
 from functionalize.cost.categories import Category
 from functionalize.ir.ops import OpRecord
 from functionalize.ir.worlds import world_target
 from functionalize.planner.lifetimes.input_categories import Origin
-from functionalize.planner.lifetimes.lifetimes import LastSeen, Lifetimes
+from functionalize.planner.lifetimes.lifetimes import LastSeen, Lifetimes, SizeChange
 from functionalize.state.module_calls import ModuleCalls
 
 ADD = torch.ops.aten.add.Tensor
@@ -76,9 +77,12 @@ class StepNotes:
         gradients: Mapping[int, Category],
     ) -> Lifetimes:
         """The lifetimes of the step, once it has ended. Arguments: see the fields of `Lifetimes`."""
-        changes = [(max(op, 0), serial, nbytes) for op, serial, nbytes in self.changes]
-        notes = (self.updates, dict(self.sums), self.target)
-        return Lifetimes.of(records, changes, seen, origins, gradients, *notes)
+        changes = [SizeChange(max(op, 0), serial, nbytes) for op, serial, nbytes in self.changes]
+        target = self.target  # without a fake world: the accelerator if any storage is on one
+        if target is None:
+            target = next(iter(accelerators(each.device for each in seen)), "cpu")
+        updates, sums = self.updates, dict(self.sums)
+        return Lifetimes(records, changes, seen, origins, gradients, updates, sums, target)
 
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if threading.get_ident() == self._thread:

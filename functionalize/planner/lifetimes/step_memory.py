@@ -11,7 +11,7 @@ Both are computed at their first use, from what `observer.py` has recorded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Protocol
 
 from functionalize.cost.categories import Category
@@ -25,8 +25,6 @@ from functionalize.planner.lifetimes.input_categories import (
 from functionalize.planner.lifetimes.lifetimes import Lifetimes
 from functionalize.planner.lifetimes.observer import LifetimeObserver
 from functionalize.planner.machines.constants import DeviceConstant
-from functionalize.planner.scratch.scratch import scratch_of
-from functionalize.planner.scratch.unknown import uncounted
 from functionalize.planner.timeline.program_memory import program_timeline
 from functionalize.planner.timeline.timeline import Timeline
 from functionalize.program.program import Program
@@ -100,13 +98,8 @@ class StepMemory(EagerMemory):
     @cached_property
     def program(self) -> Timeline:
         """The memory of a replay."""
-        device = self.lifetimes.target
-        scratch = partial(scratch_of, device=device)
-        unknown = uncounted((node.target for node in self.replayed.graph.nodes), device)
         with only_young_collections():  # the events made here live as long as the report
-            return program_timeline(
-                self.replayed, self.input_categories, scratch=scratch, uncounted=unknown
-            )
+            return program_timeline(self.replayed, self.input_categories, self.lifetimes.target)
 
     def after(
         self,

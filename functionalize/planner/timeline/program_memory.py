@@ -15,15 +15,15 @@ of a replay (`analysis/last_write.py`).
 One kind of device is counted: the accelerator if the program has values on one, else the CPU.
 Invariants: the live values of the graph are those of `Liveness` and of the allocator at every op; a storage counts
 once, however many values are views of it. Linear in nodes and edges.
-Not counted: memory that backends of collectives allocate and free internally; that of ops, except by `scratch`.
+Not counted: memory that backends of collectives allocate and free internally; that of ops, except for a `target`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, overload
+from typing import Any
 
 from torch import Tensor, fx
 
@@ -39,12 +39,15 @@ from functionalize.ir.guards import AliasGuard
 from functionalize.ir.inputs import WholeStorage
 from functionalize.ir.ops import Geometry, geometry_of
 from functionalize.ir.phases import phase_of
+from functionalize.planner.scratch.scratch import scratch_of
+from functionalize.planner.scratch.unknown import uncounted
 from functionalize.planner.timeline.padding import Padding
 from functionalize.planner.timeline.timeline import (
     BEFORE,
     Allocation,
     Event,
     LateAllocation,
+    LateOps,
     Op,
     Purpose,
     Timeline,
@@ -57,26 +60,24 @@ from functionalize.util.user_stack import user_line
 EPILOGUE = "epilogue"
 _GENERATOR_BYTES = 5056  # the state of the CPU's generator
 _NO_CATEGORIES: Mapping[str, Category] = {}
-_NO_CALLS: Mapping[str, int] = {}
 
 
 def program_timeline(
     program: Program,
     known: Mapping[str, Category] = _NO_CATEGORIES,
-    device: str = "auto",
-    scratch: Callable[[fx.Node], int] | None = None,
-    uncounted: Mapping[str, int] = _NO_CALLS,
+    target: str | None = None,
 ) -> Timeline:
     """The memory of a replay.
 
     known: input name -> category, where the caller knows it; it overrides the category of the input's source.
-    device: the type that is counted (`"cuda"`); `"auto"`: the accelerator's if the program uses one, else `"cpu"`.
-    scratch: returns the bytes that an op allocates and frees inside its kernel, as `scratch_of` does; None: 0 bytes.
-    uncounted: the ops for which it cannot know them, as `uncounted` of `planner/scratch/unknown.py` returns them.
+    target: the device type or GPU model whose kernels run, to count what they allocate and free inside themselves;
+    None: this is not counted.
     """
     program.evaluate()
-    timeline = _ReplayMemory(program, known, device, scratch).timeline()
-    return replace(timeline, uncounted=uncounted)
+    timeline = _ReplayMemory(program, known, target).timeline()
+    if target is None:
+        return timeline
+    return replace(timeline, uncounted=uncounted((n.target for n in program.graph.nodes), target))
 
 
 class _ReplayMemory:
@@ -86,13 +87,12 @@ class _ReplayMemory:
         self,
         program: Program,
         known: Mapping[str, Category],
-        device: str,
-        scratch: Callable[[fx.Node], int] | None,
+        target: str | None,
     ) -> None:
-        self.program, self.known, self.scratch = program, known, scratch
+        self.program, self.known, self.target = program, known, target
         self.last = last_write(program)
         self.calls: list[Any] = []  # of the graph of the timeline
-        self.device = _device(self.live.nodes) if device == "auto" else device
+        self.device = _device(self.live.nodes)
         self.end = len(self.live.nodes)  # the index of the epilogue's op
         self.allocations: list[Allocation] = []
         self.events: list[Event] = []
@@ -114,8 +114,21 @@ class _ReplayMemory:
         if generator is not None:
             self._free(generator, self.end)
         del self.live  # a tenth of what a plan holds; few of its purposes may be asked for
-        ops = Ops(nodes, self.program.describe)
+        ops = LateOps(len(nodes) + 1, partial(self._op, nodes, {}))
         return Timeline("program", ops, tuple(self.allocations), tuple(self.events))
+
+    def _op(self, nodes: Sequence[fx.Node], lines: dict[str, str], index: int) -> Op:
+        """The op of a node, or the epilogue. lines: by stack trace, which many nodes share."""
+        if index == len(nodes):
+            return Op(EPILOGUE, "")
+        node = nodes[index]
+        self.program.describe()
+        trace = node.meta.get("stack_trace") or ""
+        if trace not in lines:
+            lines[trace] = user_line(trace)
+        name = str(node.target) if node.op == "call_function" else node.op
+        module = str(node.meta.get("module") or "")
+        return Op(name, phase_of(node) or "", module, lines[trace])
 
     # -- before ------------------------------------------------------------------------------------
 
@@ -172,7 +185,7 @@ class _ReplayMemory:
     def _scratch(self, place: int) -> None:
         """Make an op's scratch after its results, and free it at the same op."""
         node = self.live.nodes[place]
-        nbytes = self.scratch(node) if self.scratch is not None else 0
+        nbytes = scratch_of(node, self.target) if self.target is not None else 0
         if nbytes:
             scratch = Allocation(nbytes, Category.SCRATCH, node.name, place, None, place)
             self._free(self._make(scratch), place)
@@ -301,38 +314,6 @@ class _ReplayMemory:
     def _free(self, allocation: Allocation, op: int) -> None:
         allocation.freed = op
         self.events.append(Event(op, allocation, False))
-
-
-# -- the ops ---------------------------------------------------------------------------------------
-
-
-class Ops(Sequence[Op]):
-    """An `Op` for each node, made when it is indexed, and one for the epilogue. describe: fills the nodes' stacks."""
-
-    def __init__(self, nodes: Sequence[fx.Node], describe: Callable[[], None]) -> None:
-        self._nodes, self._describe = nodes, describe
-        self._lines: dict[str, str] = {}  # many nodes share a stack trace
-
-    def __len__(self) -> int:
-        return len(self._nodes) + 1
-
-    @overload
-    def __getitem__(self, index: int) -> Op: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Op]: ...
-    def __getitem__(self, index: int | slice) -> Op | Sequence[Op]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
-        if range(len(self))[index] == len(self._nodes):
-            return Op(EPILOGUE, "")
-        node = self._nodes[range(len(self))[index]]
-        self._describe()
-        trace = node.meta.get("stack_trace") or ""
-        if trace not in self._lines:
-            self._lines[trace] = user_line(trace)
-        name = str(node.target) if node.op == "call_function" else node.op
-        module = str(node.meta.get("module") or "")
-        return Op(name, phase_of(node) or "", module, self._lines[trace])
 
 
 # -- sizes -----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from functionalize.cost.categories import Category
 
@@ -39,6 +39,32 @@ class Op(NamedTuple):
     phase: str
     module: str = ""
     line: str = ""
+
+
+class LateOps(Sequence[Op]):
+    """The ops of a step, each made at its first access: to find the user's line costs more than the rest.
+
+    make: returns the op of an index.
+    """
+
+    def __init__(self, count: int, make: Callable[[int], Op]) -> None:
+        self._count, self._make = count, make
+        self._made: dict[int, Op] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Op: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Op]: ...
+    def __getitem__(self, index: int | slice) -> Op | Sequence[Op]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(self._count)[index]]
+        index = range(self._count)[index]
+        if index not in self._made:
+            self._made[index] = self._make(index)
+        return self._made[index]
 
 
 @dataclass(slots=True, eq=False)
