@@ -34,7 +34,6 @@ bakes in the rank, and copies every piece as FSDP2 does; its buckets may exchang
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -43,7 +42,7 @@ from torch import fx
 
 from functionalize.ir.waits import WAIT
 from functionalize.passes.base import Pass
-from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.graph_modules import pass_function
 from functionalize.passes.maker import Maker
 from functionalize.passes.metadata import revalue
 from functionalize.passes.patterns import (
@@ -116,17 +115,10 @@ class BucketGathers(Pass):
         return gather.pack is not None and len(bucket.packed) != len(gather.pieces)
 
 
-def bucket_gathers(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any] | None = None,
-    *,
-    mb: float | None = None,
-    split: bool = False,
-    across: bool = False,
-    apart_kb: float | None = 64.0,
-) -> fx.GraphModule:
-    """`gm` itself with its all-gathers merged or split by size, and fewer copies around them."""
-    return on_graph_module(BucketGathers(mb, split, across, apart_kb))(gm, example_inputs)
+bucket_gathers = pass_function(
+    BucketGathers,
+    "`gm` itself with its all-gathers merged or split by size, and fewer copies around them.",
+)
 
 
 # -- analysis --------------------------------------------------------------------------------------

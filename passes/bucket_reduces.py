@@ -37,7 +37,6 @@ buffer, ignores alignment, and merges sums even if their rounding changes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -49,7 +48,7 @@ from functionalize.analysis.aliases import Aliases, results, results_of
 from functionalize.ir.epilogue import Set
 from functionalize.ir.waits import WAIT
 from functionalize.passes.base import Pass
-from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.graph_modules import pass_function
 from functionalize.passes.maker import Maker
 from functionalize.passes.metadata import NewValues, revalue, set_value
 from functionalize.passes.patterns import ALL_REDUCE, REDUCE_SCATTER, Reduce, collectives, reduces
@@ -125,16 +124,10 @@ class BucketReduces(Pass):
         return unread and _kind(first) == _kind(each) and (self.rounding or _is_exact(each))
 
 
-def bucket_reduces(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any] | None = None,
-    *,
-    mb: float | None = None,
-    across: bool = False,
-    rounding: bool = False,
-) -> fx.GraphModule:
-    """`gm` itself with its reduce-scatters merged by size, and fewer copies before them."""
-    return on_graph_module(BucketReduces(mb, across, rounding))(gm, example_inputs)
+bucket_reduces = pass_function(
+    BucketReduces,
+    "`gm` itself with its reduce-scatters merged by size, and fewer copies before them.",
+)
 
 
 # -- analysis --------------------------------------------------------------------------------------

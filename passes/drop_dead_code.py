@@ -16,16 +16,15 @@ Refuses to drop an unused input: guards and sources name inputs by number, and t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import fx
 
 from functionalize.analysis import dead_code
 from functionalize.ir.generators import is_random
 from functionalize.passes.base import STAGES, Pass
-from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.graph_modules import pass_function
 from functionalize.program.program import Program
 
 
@@ -40,11 +39,9 @@ class DropDeadCode(Pass):
         return dead_code.drop_dead_code(program.graph, _is_impure)
 
 
-def drop_dead_code(
-    gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None
-) -> fx.GraphModule:
-    """`gm` itself without the ops whose value has no users."""
-    return on_graph_module(DropDeadCode())(gm, example_inputs)
+drop_dead_code = pass_function(
+    DropDeadCode, "`gm` itself without the ops whose value has no users."
+)
 
 
 def _is_impure(node: fx.Node) -> bool:

@@ -26,7 +26,7 @@ Refuses a copy
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -45,7 +45,7 @@ from functionalize.analysis.aliases import (
 from functionalize.ir.epilogue import Copy, Set
 from functionalize.ir.ops import Geometry, geometry_of
 from functionalize.passes.base import Pass
-from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.graph_modules import pass_function
 from functionalize.passes.metadata import revalue
 from functionalize.passes.views import Geometries, erase_unused, same_above
 from functionalize.program.program import Program
@@ -93,11 +93,10 @@ class ElideCopies(Pass):
         return len(views)
 
 
-def elide_copies(
-    gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None, *, parts: bool = False
-) -> fx.GraphModule:
-    """`gm` itself without redundant copies; outputs that shared no memory before share none afterwards."""
-    return on_graph_module(ElideCopies(parts))(gm, example_inputs)
+elide_copies = pass_function(
+    ElideCopies,
+    "`gm` itself without redundant copies; outputs that shared no memory before share none afterwards.",
+)
 
 
 # -- analysis --------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ value may have others than its fake.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,7 +31,7 @@ from torch import fx
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize.ir.ops import Geometry
 from functionalize.passes.base import Pass
-from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.graph_modules import pass_function
 from functionalize.passes.views import Geometries, chain, erase_unused, viewed
 from functionalize.program.program import Program
 
@@ -57,9 +57,7 @@ class FoldViews(Pass):
         return done
 
 
-def fold_views(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> fx.GraphModule:
-    """`gm` itself, its chains of views folded."""
-    return on_graph_module(FoldViews())(gm, example_inputs)
+fold_views = pass_function(FoldViews, "`gm` itself, its chains of views folded.")
 
 
 def _regrouped(graph: fx.Graph) -> set[fx.Node]:

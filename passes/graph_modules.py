@@ -1,6 +1,8 @@
 """A pass on a bare `GraphModule`: the form of other compilers' lists of passes.
 
     gm = on_graph_module(ElideCopies())(gm, example_inputs)
+    elide_copies = pass_function(ElideCopies, "...")          the same, with the options of the pass by name
+    gm = elide_copies(gm, example_inputs, parts=True)
 
 Refusal: `PassError` for a graph without fake values, where no example inputs are passed.
 """
@@ -8,7 +10,8 @@ Refusal: `PassError` for a graph without fake values, where no example inputs ar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from inspect import Parameter, Signature, signature
+from typing import Any, ParamSpec, Protocol, cast
 
 import torch
 from torch import Tensor, fx
@@ -31,6 +34,7 @@ from functionalize.program.metadata import fake_input
 from functionalize.program.program import Program
 
 GraphPass = Callable[..., fx.GraphModule]
+P = ParamSpec("P")
 
 
 def on_graph_module(each: Pass) -> GraphPass:
@@ -48,6 +52,35 @@ def on_graph_module(each: Pass) -> GraphPass:
 
     rewrite.__name__ = rewrite.__qualname__ = each.name
     return rewrite
+
+
+class PassFunction(Protocol[P]):
+    """A pass as a function on a graph module; the options of the pass are keyword arguments."""
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any] | None = None,
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> fx.GraphModule: ...
+
+
+def pass_function(kind: Callable[P, Pass], doc: str) -> PassFunction[P]:
+    """A function `(gm, example_inputs=None, **options) -> gm` for a class of passes. doc: what it returns."""
+
+    def rewrite(
+        gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None, **options: Any
+    ) -> fx.GraphModule:
+        return on_graph_module(kind(**options))(gm, example_inputs)  # type: ignore[call-arg]
+
+    own = [*signature(rewrite).parameters.values()][:2]
+    options = signature(kind).parameters.values()
+    by_name = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in options]
+    rewrite.__signature__ = Signature([*own, *by_name])  # type: ignore[attr-defined]
+    rewrite.__name__ = rewrite.__qualname__ = kind.name  # type: ignore[attr-defined]
+    rewrite.__module__, rewrite.__doc__ = kind.__module__, doc
+    return cast(PassFunction[P], rewrite)
 
 
 def program_of(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> Program:

@@ -22,7 +22,7 @@ Refuses
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -35,7 +35,7 @@ from functionalize.analysis.dead_code import is_impure
 from functionalize.cost.liveness import Liveness, Storage
 from functionalize.ir.epilogue import Set
 from functionalize.passes.base import Pass
-from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.graph_modules import pass_function
 from functionalize.passes.metadata import revalue
 from functionalize.passes.views import Geometries, chain
 from functionalize.program.program import Program
@@ -96,11 +96,10 @@ class MergeDuplicates(Pass):
         return done
 
 
-def merge_duplicates(
-    gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None, *, held: int | None = 0
-) -> fx.GraphModule:
-    """`gm` itself, equal values computed once; outputs that shared no memory before share none afterwards."""
-    return on_graph_module(MergeDuplicates(held))(gm, example_inputs)
+merge_duplicates = pass_function(
+    MergeDuplicates,
+    "`gm` itself, equal values computed once; outputs that shared no memory before share none afterwards.",
+)
 
 
 # -- which values are equal ------------------------------------------------------------------------

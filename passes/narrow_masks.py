@@ -20,7 +20,7 @@ Refuses
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from functionalize.passes.base import STAGES, Pass
-from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.graph_modules import pass_function
 from functionalize.program.program import Program
 
 aten = torch.ops.aten
@@ -58,9 +58,7 @@ class NarrowMasks(Pass):
         return sum(_narrowed(node) for node in list(program.graph.nodes) if node.target in _PARTS)
 
 
-def narrow_masks(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> fx.GraphModule:
-    """`gm` itself with narrower masks."""
-    return on_graph_module(NarrowMasks())(gm, example_inputs)
+narrow_masks = pass_function(NarrowMasks, "`gm` itself with narrower masks.")
 
 
 def _narrowed(node: fx.Node) -> bool:

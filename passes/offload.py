@@ -28,10 +28,10 @@ Refuses (`PassError`): a negative option.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -45,7 +45,7 @@ from functionalize.errors import PassError
 from functionalize.ir.ops import geometry_of
 from functionalize.ir.phases import FORWARD
 from functionalize.passes.base import Pass
-from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.graph_modules import pass_function
 from functionalize.passes.metadata import origin_meta, set_value
 from functionalize.passes.rewiring import Rewiring
 from functionalize.program.program import Program
@@ -93,11 +93,10 @@ class Offload(Pass):
         return len(trial.journeys)
 
 
-def offload(
-    gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None, **options: Any
-) -> fx.GraphModule:
-    """`gm` itself with saved activations on the host, if its nodes have phases and an accelerator's values."""
-    return on_graph_module(Offload(**options))(gm, example_inputs)
+offload = pass_function(
+    Offload,
+    "`gm` itself with saved activations on the host, if its nodes have phases and an accelerator's values.",
+)
 
 
 # -- analysis --------------------------------------------------------------------------------------

@@ -25,10 +25,10 @@ Refuses (`PassError`) a kind of collective that it does not know.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import fx
 
@@ -38,7 +38,7 @@ from functionalize.errors import PassError
 from functionalize.ir.phases import in_backward
 from functionalize.passes.base import FUNCTIONAL, INPLACE, Pass
 from functionalize.passes.constraints import backwards, constraints_of, is_wait, kind_of, reorder
-from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.graph_modules import pass_function
 from functionalize.passes.patterns import is_collective
 from functionalize.program.program import Program
 
@@ -96,16 +96,9 @@ class Order(Pass):
         )
 
 
-def order(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any] | None = None,
-    *,
-    first: tuple[str, ...] | Callable[[fx.Node], bool] = (),
-    module: str = "",
-    reorder: bool = False,
-) -> fx.GraphModule:
-    """`gm` itself with the chosen collectives of its backward issued earlier."""
-    return on_graph_module(Order(first, module, reorder))(gm, example_inputs)
+order = pass_function(
+    Order, "`gm` itself with the chosen collectives of its backward issued earlier."
+)
 
 
 class _BackwardOrder:

@@ -26,10 +26,10 @@ the bandwidth of the device; `raise_comms` and `sink_waits` work on Inductor's s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -38,7 +38,7 @@ from functionalize.cost.liveness import Liveness, held_before
 from functionalize.errors import PassError
 from functionalize.ir.waits import WAIT, sink_waits
 from functionalize.passes.base import Pass
-from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.graph_modules import pass_function
 from functionalize.passes.patterns import Gather, Reduce, gathers, is_collective, reduces
 from functionalize.program.program import Program
 
@@ -110,17 +110,9 @@ class Prefetch(Pass):
         return order.move()
 
 
-def prefetch(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any] | None = None,
-    *,
-    depth: int = 1,
-    reduces: int | None = None,
-    budget_mb: float | None = None,
-    reorder: bool = False,
-) -> fx.GraphModule:
-    """`gm` itself with its collectives issued earlier and waited for later."""
-    return on_graph_module(Prefetch(depth, reduces, budget_mb, reorder))(gm, example_inputs)
+prefetch = pass_function(
+    Prefetch, "`gm` itself with its collectives issued earlier and waited for later."
+)
 
 
 def _settle_waits(graph: fx.Graph, bound: int | None) -> int:

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import fx
 
@@ -43,7 +43,7 @@ from functionalize.cost.decide.saved import SavedStorage
 from functionalize.cost.machines.presets import machine_named
 from functionalize.errors import PassError
 from functionalize.passes.base import Pass
-from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.graph_modules import pass_function
 from functionalize.passes.metadata import set_value
 from functionalize.passes.rewiring import Rewiring
 from functionalize.program.program import Program
@@ -107,11 +107,9 @@ class Remat(Pass):
         return plan.without(plan.candidates)
 
 
-def remat(
-    gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None, **options: Any
-) -> fx.GraphModule:
-    """`gm` itself with activations computed again, if its nodes have phases."""
-    return on_graph_module(Remat(**options))(gm, example_inputs)
+remat = pass_function(
+    Remat, "`gm` itself with activations computed again, if its nodes have phases."
+)
 
 
 def _worth(plan: Recomputation, saved: SavedStorage) -> float:

@@ -21,7 +21,7 @@ Refuses
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -31,7 +31,7 @@ from torch import Tensor, fx
 
 from functionalize.ir.ops import geometry_of
 from functionalize.passes.base import Pass
-from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.graph_modules import pass_function
 from functionalize.passes.metadata import NewValues
 from functionalize.passes.views import Geometries, erase_unused, is_plain, same_above
 from functionalize.program.program import Program
@@ -60,9 +60,9 @@ class RemoveNoops(Pass):
         return done
 
 
-def remove_noops(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> fx.GraphModule:
-    """`gm` itself without the ops that return their argument unchanged."""
-    return on_graph_module(RemoveNoops())(gm, example_inputs)
+remove_noops = pass_function(
+    RemoveNoops, "`gm` itself without the ops that return their argument unchanged."
+)
 
 
 # -- copies ----------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -45,7 +45,7 @@ from functionalize.errors import PassError
 from functionalize.ir.fakes import Fakes
 from functionalize.passes.as_eager import live_as_eager
 from functionalize.passes.base import Pass
-from functionalize.passes.graph_modules import on_graph_module
+from functionalize.passes.graph_modules import pass_function
 from functionalize.passes.metadata import origin_meta, revalue, set_value
 from functionalize.passes.overlap import scratch_in
 from functionalize.passes.patterns import Gather
@@ -131,17 +131,10 @@ class Reshard(Pass):
         return total
 
 
-def reshard(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any] | None = None,
-    *,
-    keep: str = "all",
-    budget_mb: float | None = None,
-    kept_mb: float | None = None,
-    machine: str = "auto",
-) -> fx.GraphModule:
-    """`gm` itself with other gathers; without recorded phases (`node.meta["phase"]`) it can only keep."""
-    return on_graph_module(Reshard(keep, budget_mb, kept_mb, machine))(gm, example_inputs)
+reshard = pass_function(
+    Reshard,
+    '`gm` itself with other gathers; without recorded phases (`node.meta["phase"]`) it can only keep.',
+)
 
 
 # -- what fits -------------------------------------------------------------------------------------

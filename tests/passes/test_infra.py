@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+import pickle
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import pytest
@@ -158,6 +160,25 @@ def test_adapter_has_the_form_of_a_graph_pass():
     assert each.__name__ == "elide_copies"
     assert each(gm, [values(4)]) is gm
     assert [n.name for n in gm.graph.nodes] == ["x_1", "sin", "output"]
+
+
+def test_a_pass_as_a_function_has_the_options_of_the_pass():
+    others = {
+        "partition",
+        "recompute_views",
+        "reinplace",
+        "verify",
+    }  # no functions, or other options
+    for name, kind in passes.PASSES.items():
+        if name not in others:
+            function = getattr(passes, name)
+            (gm, inputs, *options) = inspect.signature(function).parameters.values()
+            assert (gm.name, inputs.name, inputs.default) == ("gm", "example_inputs", None)
+            assert all(each.kind is each.KEYWORD_ONLY for each in options)
+            own = [(each.name, each.default) for each in fields(kind)]
+            assert [(each.name, each.default) for each in options] == own
+            assert function.__doc__.startswith("`gm` itself")
+            assert pickle.loads(pickle.dumps(function)) is function
 
 
 def test_adapter_needs_fake_values():
