@@ -123,8 +123,8 @@ class Repeats:
         """The blocks, with spans of all other nodes between them."""
         kinds: dict[Any, int] = {}
         found = []
-        for start, period, count in runs(self._keys):
-            for at in range(start, start + count * period, period):
+        for start, period, end in runs(self._keys):
+            for at in range(start, end - period + 1, period):
                 borders, looks = self._borders(at, at + period)
                 kind = kinds.setdefault(looks, len(kinds))
                 found.append(Section(at, at + period, kind, borders))
@@ -191,17 +191,18 @@ def _structure(value: Any, tensors: list[Tensor]) -> Any:
     return kind, value if kind in _PLAIN else address(value)
 
 
-def runs(keys: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """The spans of a sequence that repeat what stands before them: (start, period, number of periods), at least two.
+def runs(keys: Sequence[int], shown_by: int = _WINDOW) -> Iterator[tuple[int, int, int]]:
+    """The spans of a sequence that repeat what stands before them: (start, period, end), of two periods or more.
 
-    From left to right, each with the shortest period that `_WINDOW` keys show; spans do not overlap.
+    From left to right, each with the shortest period that so many keys show. The last period of a span may be cut off:
+    what is left of it may belong to the next span.
     """
     bytes_ = array("q", keys).tobytes()
     last: dict[int, int] = {}  # a hash of a window -> where it stood last
     done, at = 0, 0
     failed = 0, 0  # a period, and how far it is known to go: less than one period
-    while at + _WINDOW <= len(keys):
-        window = hash(bytes_[8 * at : 8 * (at + _WINDOW)])
+    while at + shown_by <= len(keys):
+        window = hash(bytes_[8 * at : 8 * (at + shown_by)])
         before = last.get(window, -1)
         last[window] = at
         period = at - before
@@ -214,9 +215,8 @@ def runs(keys: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         if end - at < period:
             failed, at = (period, end), at + 1
             continue
-        count = (end - before) // period
-        yield before, period, count
-        done = at = before + count * period
+        yield before, period, end
+        done = at = end - (end - before) % period
 
 
 def calls_of(graph: fx.Graph) -> list[Any]:

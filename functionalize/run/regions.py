@@ -17,8 +17,7 @@ Refusals: a stretch of fewer than `least` computing ops is not compiled: calling
 from __future__ import annotations
 
 import operator
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -27,6 +26,7 @@ from torch import Tensor, fx
 
 from functionalize.analysis.aliases import is_view
 from functionalize.ir.ops import geometry_of
+from functionalize.repeats import runs
 
 _CONTEXT = 12  # consecutive equal ops that count as a repetition
 _SHORTEST = 6  # the shortest period that counts as a layer
@@ -104,8 +104,10 @@ def _cut(stretch: list[fx.Node], most: int) -> Iterator[list[fx.Node]]:
     """Parts of at most `most` nodes: one repetition each where the stretch repeats itself."""
     live = _live(stretch)
     cuts = {0, len(stretch)}
-    for start, end, period in _repetitions([_signature(n) for n in stretch]):
-        if period <= most:
+    numbers: dict[str, int] = {}
+    keys = [numbers.setdefault(_signature(n), len(numbers)) for n in stretch]
+    for start, period, end in runs(keys, _CONTEXT):
+        if _SHORTEST <= period <= most:
             phase = min(range(start, start + period), key=live.__getitem__)
             cuts.update(range(phase, end + 1, period))
     ends = sorted(cuts)
@@ -134,42 +136,6 @@ def _signature(node: fx.Node) -> str:
     """A text that is equal for the corresponding ops of identical layers."""
     value = node.meta["val"]
     return f"{node.target} {geometry_of(value) if isinstance(value, Tensor) else ''}"
-
-
-def _repetitions(signatures: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
-    """(start, end, period) of each repetition, the most frequent periods first.
-
-    Where a context of `_CONTEXT` ops was seen before, the distance to its last occurrence is a candidate period.
-    """
-    seen: dict[int, int] = {}
-    distance = [0] * len(signatures)  # to the last occurrence of the same ops; 0 if there is none
-    for i in range(len(signatures) - _CONTEXT + 1):
-        context = hash(tuple(signatures[i : i + _CONTEXT]))
-        distance[i] = i - seen.get(context, i)
-        seen[context] = i
-    common = Counter(b for b in distance if b >= _SHORTEST).most_common(8)
-    covered = [False] * len(signatures)
-    for period, _ in common:
-        yield from _runs(distance, period, covered)
-
-
-def _runs(
-    distance: Sequence[int], period: int, covered: list[bool]
-) -> Iterator[tuple[int, int, int]]:
-    """The stretches where `distance` equals `period` for at least one period, outside those already `covered`."""
-    i, size = 0, len(distance)
-    while i < size:
-        if distance[i] != period or covered[i]:
-            i += 1
-            continue
-        end = i
-        while end < size and distance[end] == period and not covered[end]:
-            end += 1
-        start, stop = i - period, min(end + _CONTEXT - 1, size)
-        if end - i + _CONTEXT > period and not any(covered[start:stop]):
-            covered[start:stop] = [True] * (stop - start)
-            yield start, stop, period
-        i = end
 
 
 # -- one form for all regions of a class -------------------------------------------------------------
