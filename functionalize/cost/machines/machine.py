@@ -133,15 +133,6 @@ class Machine:
             share /= self.oversubscription
         return share * self.internode_bandwidth
 
-    def ring_bandwidth(self, size: int, on_a_node: int, across_pods: bool = False) -> float:
-        """Bytes/s at which every rank of a ring of `size` ranks sends; `on_a_node` of them share a node.
-
-        Libraries build one ring per adapter, so that all adapters of the group's ranks on a node carry its traffic.
-        """
-        if size <= on_a_node:
-            return self.link_bandwidth
-        return min(self.link_bandwidth, on_a_node * self.adapter_bandwidth(across_pods))
-
     def collective_seconds(
         self, kind: str, sent: float, size: int, on_a_node: int, across_pods: bool = False
     ) -> float:
@@ -168,7 +159,10 @@ class Machine:
     def _bandwidth(
         self, kind: str, sent: float, size: int, on_a_node: int, across_pods: bool
     ) -> float:
-        """Bytes/s of a collective, after efficiency."""
+        """Bytes/s of a collective, after efficiency; `on_a_node` ranks of its group share a node.
+
+        Libraries build one ring per adapter, so that all adapters of the group's ranks on a node carry its traffic.
+        """
         near = self.link_bandwidth * self.efficiency.share(kind, sent)
         if size <= on_a_node:
             return near

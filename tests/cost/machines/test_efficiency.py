@@ -154,10 +154,11 @@ def test_rings_and_trees_by_hand() -> None:
 
 def test_rails_pods_and_the_efficiency_of_the_network() -> None:
     machine = Machine(1, 1, 1000.0, 0, 0, ranks_per_node=8, internode_bandwidth=16.0)
-    assert machine.ring_bandwidth(64, 8) == 128
-    assert replace(machine, rails=2).ring_bandwidth(64, 8) == 32
+    assert machine.collective_seconds("broadcast", 128, 64, 8) == 1
+    assert replace(machine, rails=2).collective_seconds("broadcast", 32, 64, 8) == 1
     pods = replace(machine, ranks_per_pod=64, oversubscription=4.0)
-    assert pods.ring_bandwidth(64, 8) == 128 and pods.ring_bandwidth(128, 8, True) == 32
+    assert pods.collective_seconds("broadcast", 128, 64, 8) == 1
+    assert pods.collective_seconds("broadcast", 32, 128, 8, True) == 1
     half = replace(machine, efficiency=Efficiency(((NETWORK, Curve(((1, 0.5),))),)))
     assert half.collective_seconds("all-gather", 128, 64, 8) == 2
     assert half.collective_seconds("all-gather", 1000, 8, 8) == 1

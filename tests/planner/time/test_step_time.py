@@ -15,6 +15,7 @@ from torch import fx
 import functionalize as fz
 from functionalize import passes
 from functionalize.cost.costs import is_collective, is_free, seconds
+from functionalize.cost.machines.efficiency import Efficiency
 from functionalize.cost.machines.machine import Machine
 from functionalize.cost.machines.presets import MACHINES
 from functionalize.errors import PassError
@@ -296,12 +297,15 @@ def test_nothing_takes_no_time() -> None:
 
 def test_a_ring_is_as_fast_as_its_slowest_link() -> None:
     machine = Machine(1, 1, 400.0, 0, 0, ranks_per_node=8, internode_bandwidth=30.0)
-    assert machine.ring_bandwidth(8, 8) == 400  # on one node
-    assert machine.ring_bandwidth(64, 8) == 240  # by the adapters of eight ranks
-    assert machine.ring_bandwidth(2, 1) == 30
-    assert Machine(1, 1, 400.0, 0, 0).ring_bandwidth(1000, 1000) == 400
-    h100 = MACHINES["h100"]
-    assert h100.ring_bandwidth(16, 8) == 400e9 < h100.ring_bandwidth(8, 8) == 450e9
+    assert machine.collective_seconds("broadcast", 400, 8, 8) == 1  # on one node
+    assert (
+        machine.collective_seconds("broadcast", 240, 64, 8) == 1
+    )  # by the adapters of eight ranks
+    assert machine.collective_seconds("broadcast", 30, 2, 1) == 1
+    assert Machine(1, 1, 400.0, 0, 0).collective_seconds("broadcast", 400, 1000, 1000) == 1
+    h100 = replace(MACHINES["h100"], efficiency=Efficiency(), algorithms=(), latency=0)
+    assert h100.collective_seconds("broadcast", 400e9, 16, 8) == 1
+    assert h100.collective_seconds("broadcast", 450e9, 8, 8) == 1
 
 
 def test_replicas_on_other_nodes_are_slow() -> None:
