@@ -34,7 +34,7 @@ from functionalize._compat.references import address
 from functionalize.deferral.mode import LazyMode
 from functionalize.recorder.eager_formulas import unseen
 from functionalize.step.captured_step import CapturedStep
-from functionalize.util.patching import Patch, Patches
+from functionalize.util.patching import Patch, Patches, noted_attribute
 
 _OF_TENSORS = (
     *("tolist", "__repr__", "__reduce_ex__", "__deepcopy__", "share_memory_", "new_tensor"),
@@ -126,21 +126,6 @@ def _gradients(leaf: Tensor) -> None:
         mode.look("Tensor.grad")
 
 
-def _get_grad(leaf: Tensor) -> Any:
-    _gradients(leaf)
-    return _GRAD.__get__(leaf)
-
-
-def _set_grad(leaf: Tensor, value: Tensor | None) -> None:
-    _gradients(leaf)
-    _GRAD.__set__(leaf, value)
-
-
-def _delete_grad(leaf: Tensor) -> None:
-    _gradients(leaf)
-    _GRAD.__delete__(leaf)
-
-
 def _set_data(tensor: Tensor, value: Tensor) -> None:
     """A tensor gets another storage, without an op: a call that waits was to use the old one."""
     mode = _active()
@@ -197,7 +182,7 @@ def _patches() -> Iterator[Patch]:
     for module, name in packed_sequence_functions():
         yield module, name, _looking(module, name, hands_out=False)
     yield CapturedStep, "__call__", _apart(CapturedStep)
-    yield Tensor, "grad", property(_get_grad, _set_grad, _delete_grad)
+    yield Tensor, "grad", noted_attribute(_GRAD, _gradients)
     yield Tensor, "data", property(_DATA.__get__, _set_data, _DATA.__delete__)
     for owner, name, _, _ in kernel_settings():
         yield owner, name, _looking(owner, name, hands_out=False)

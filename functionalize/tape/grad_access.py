@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functionalize.util.patching import Patch, Patches
+from functionalize.util.patching import Patch, Patches, noted_attribute
 
 _OWN: Any = torch.Tensor.grad  # the descriptor of the base class
 _ACTIVE: list[GradAccess] = []
@@ -84,23 +84,8 @@ def _note(leaf: Tensor) -> None:
             access.accessed(leaf, f"{frame.f_code.co_filename}:{frame.f_lineno}")
 
 
-def _get(leaf: Tensor) -> Any:
-    _note(leaf)
-    return _OWN.__get__(leaf)
-
-
-def _set(leaf: Tensor, value: Tensor | None) -> None:
-    _note(leaf)
-    _OWN.__set__(leaf, value)
-
-
-def _delete(leaf: Tensor) -> None:
-    _note(leaf)
-    _OWN.__delete__(leaf)
-
-
 def _patched() -> Iterator[Patch]:
-    yield torch.Tensor, "grad", property(_get, _set, _delete)
+    yield torch.Tensor, "grad", noted_attribute(_OWN, _note)
 
 
 _PATCHES = Patches(_patched)

@@ -102,3 +102,21 @@ class Patches:
         finally:
             if self._saved:  # interrupted by Ctrl-C: restore the rest
                 self._restore()
+
+
+def noted_attribute(original: Any, note: Callable[[Any], None]) -> property:
+    """An attribute like that of a descriptor; `note` is called with the object before it is read, set or deleted."""
+
+    def get(self: Any) -> Any:
+        note(self)
+        return original.__get__(self)
+
+    def assign(self: Any, value: Any) -> None:
+        note(self)
+        original.__set__(self, value)
+
+    def delete(self: Any) -> None:
+        note(self)
+        original.__delete__(self)
+
+    return property(get, assign, delete)
