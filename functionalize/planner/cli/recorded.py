@@ -26,13 +26,11 @@ from functionalize.planner.cli.recorded_step import Recorded, Say
 from functionalize.planner.cli.scripts import FunctionNames, Mesh, Script, as_usage, opened
 from functionalize.planner.fake_world.target import Target
 from functionalize.planner.fake_world.world import World
-from functionalize.planner.sweep.changes import change
 from functionalize.planner.sweep.checks import check_points
 from functionalize.planner.sweep.columns import assumptions
-from functionalize.planner.sweep.grid import MODEL_KEYS, AcceptedKeys, Point, of
+from functionalize.planner.sweep.functions import StepFunctions
+from functionalize.planner.sweep.grid import Point
 from functionalize.planner.sweep.plan import (
-    arguments,
-    called,
     idle_dimensions,
     items_of,
     offloaded,
@@ -86,10 +84,10 @@ def recorded(job: Job, say: Say, eagerly: bool = False) -> Iterator[Recorded]:
         return
     with opened(job.source, job.names) as script:
         point = {"world": job.ranks, "mesh": job.mesh, "rank": job.rank, "target": job.target}
-        users = wants(script, [*job.parameters], [{**point, **job.parameters}])
+        functions = wants(script, [*job.parameters], [{**point, **job.parameters}])
         made = fz.world(job.ranks, job.mesh, rank=job.rank, target=job.target)
         with only_young_collections(), made as world:
-            yield _recorded(script, users, job, world, say, eagerly)
+            yield _recorded(script.name, functions, job, world, say, eagerly)
 
 
 def _check_file(job: Job) -> None:
@@ -107,33 +105,27 @@ def _check_file(job: Job) -> None:
             )
 
 
-def wants(script: Script, keys: list[str], every: Sequence[Point] = ()) -> AcceptedKeys:
+def wants(script: Script, keys: list[str], every: Sequence[Point]) -> StepFunctions:
     """Assign each key to the functions that have it as a parameter; raises `UsageError` if none has.
 
     every: points of which none can have a value that is refused.
     """
     with as_usage():
-        accepted = AcceptedKeys.of(keys, script.build, script.inputs, script.step)
-        check_points(every, accepted)
-    return accepted
+        functions = StepFunctions.of(keys, script.build, script.inputs, script.step)
+        check_points(every, functions)
+    return functions
 
 
 def _recorded(
-    script: Script, users: AcceptedKeys, job: Job, world: World, say: Say, eagerly: bool
+    source: str, functions: StepFunctions, job: Job, world: World, say: Say, eagerly: bool
 ) -> Recorded:
     start, keys = time.perf_counter(), job.parameters
     say("building the model")
     with as_usage(PlanError):
-        built = called("build", script.build, (), of(keys, users.build))()
-        change(built, **of(keys, [key for key in MODEL_KEYS if key not in users.build]))
-        made: Any = ()
-        if script.inputs is not None:
-            made = called("inputs", script.inputs, (), of(keys, users.inputs))()
-        args, kwargs = arguments(built, made)
-        kwargs |= of(keys, users.step)
-        called("step", script.step, args, kwargs)
-    captured = fz.capture(script.step, passes=(), memory=True, on_uncapturable="raise")
-    name = ", ".join([script.name, *(f"{key} {value}" for key, value in job.parameters.items())])
+        built = functions.built(keys)
+        made, args, kwargs = functions.call(built, keys)
+    captured = fz.capture(functions.step, passes=(), memory=True, on_uncapturable="raise")
+    name = ", ".join([source, *(f"{key} {value}" for key, value in job.parameters.items())])
     text = _world_text(world, job)
     try:
         memory, program, calls = record(captured, args, kwargs, say)
@@ -141,7 +133,7 @@ def _recorded(
         if not eagerly:
             raise
         say("recording the memory of the step as it is")
-        noted = fz.record_memory(script.step)
+        noted = fz.record_memory(functions.step)
         noted(*args, **kwargs)
         assert noted.memory is not None
         why = " ".join(str(error).split())

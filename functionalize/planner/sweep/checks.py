@@ -1,7 +1,7 @@
 """What a plan is asked for, checked before anything is recorded.
 
     check_functions(build, step, inputs, grid, fixed)      functions that are functions, keys with one value
-    check_points(every, accepted)                          values with which no point can be planned
+    check_points(every, functions)                          values with which no point can be planned
     world_of(point), target_on("cuda", "a100")             the world of a point; a target with a machine's kernels
 
 Refuses (`PlanError`, `WorldError`, `TargetError`, `AllocatorSettingsError`, `PassError`): a value (of a rank, a mesh, a
@@ -21,7 +21,8 @@ from functionalize.planner.fake_world.target import Target, target_named
 from functionalize.planner.fake_world.world import world_shape
 from functionalize.planner.machines.files import machine_of
 from functionalize.planner.sweep.changes import check_changes
-from functionalize.planner.sweep.grid import MODEL_KEYS, WORLD_KEYS, AcceptedKeys, Point, of
+from functionalize.planner.sweep.functions import StepFunctions
+from functionalize.planner.sweep.grid import WORLD_KEYS, Point, of
 
 
 def check_functions(
@@ -38,9 +39,9 @@ def check_functions(
         raise error(f"`{twice[0]}` has one value and is in the grid, too: leave one out")
 
 
-def check_points(every: Sequence[Point], accepted: AcceptedKeys) -> None:
+def check_points(every: Sequence[Point], functions: StepFunctions) -> None:
     """Raises the error of a value with which no point can be planned."""
-    errors = [_error(point, accepted) for point in every]
+    errors = [_error(point, functions) for point in every]
     for key in every[0]:
         of_value: dict[str, list[FunctionalizeError | None]] = {}
         for point, error in zip(every, errors, strict=True):
@@ -50,15 +51,14 @@ def check_points(every: Sequence[Point], accepted: AcceptedKeys) -> None:
                 raise found[0]
 
 
-def _error(point: Point, accepted: AcceptedKeys) -> FunctionalizeError | None:
+def _error(point: Point, functions: StepFunctions) -> FunctionalizeError | None:
     """Why a point cannot be planned, as far as its values alone tell."""
     try:
         where = world_of(point)
         size, mesh = where.get("world"), where.get("mesh")
         size = 1 if size is None and mesh is None else size
         _, _, ranks = world_shape(size, mesh, where.get("rank", 0))
-        own = [key for key in MODEL_KEYS if key not in accepted.build]
-        check_changes(ranks=ranks, **of(point, own))
+        check_changes(ranks=ranks, **of(point, functions.changing))
         Settings.parse(point.get("alloc_conf") or "")
         check_pipeline(point.get("passes"))
     except FunctionalizeError as error:

@@ -1,7 +1,6 @@
-"""The points of a grid of settings, and which function receives which key of a point.
+"""The points of a grid of settings, and the keys of a plan itself.
 
     points({"world": [64, 1024], "batch": [1, 2]})    ->  4 dicts, the first key slowest
-    AcceptedKeys.of(["layers"], build, inputs, step)     the keyword arguments that each function accepts
 
     key                            passed to
     world, mesh, rank, target      `fz.world`
@@ -9,15 +8,13 @@
     passes, machine, alloc_conf    the finished program
     any other                      those of `build`, `inputs` and `step` that have a parameter of that name
 
-Refuses (`PlanError`): a key that no function accepts, and a grid with an empty axis.
+Refuses (`PlanError`): a grid with an empty axis.
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from functionalize.errors import PlanError
@@ -48,56 +45,6 @@ def _values(key: str, axis: Any) -> list[Any]:
     return values
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptedKeys:
-    """The keys of a point that each function accepts as keyword arguments."""
-
-    build: frozenset[str]
-    inputs: frozenset[str]
-    step: frozenset[str]
-
-    @staticmethod
-    def of(
-        keys: Sequence[str],
-        build: Callable[..., Any],
-        inputs: Callable[..., Any] | None,
-        step: Callable[..., Any],
-    ) -> AcceptedKeys:
-        """Raises `PlanError` for a key that neither a function nor the plan itself accepts."""
-        named = [key for key in keys if key not in (*WORLD_KEYS, *PROGRAM_KEYS)]
-        accepted = AcceptedKeys(*(_accepted(fn, named) for fn in (build, inputs, step)))
-        unused = [
-            key
-            for key in named
-            if key not in accepted.build | accepted.inputs | accepted.step | set(MODEL_KEYS)
-        ]
-        if unused:
-            own = ", ".join((*WORLD_KEYS, *MODEL_KEYS, *PROGRAM_KEYS))
-            raise PlanError(
-                f"no function accepts `{unused[0]}`: give `build`, `inputs` or `step` a parameter of that name "
-                f"(the plan itself accepts {own})"
-            )
-        return accepted
-
-    def model(self, point: Point) -> dict[str, Any]:
-        """The keys on which the model depends, besides those of its world."""
-        return {key: point[key] for key in point if key in self.build or key in MODEL_KEYS}
-
-    def call(self, point: Point) -> dict[str, Any]:
-        """The keys on which a call of the step depends, besides those of the model."""
-        return {key: point[key] for key in point if key in self.inputs | self.step}
-
-
 def of(point: Point, keys: frozenset[str] | Sequence[str]) -> dict[str, Any]:
     """The part of a point with these keys."""
     return {key: point[key] for key in point if key in keys}
-
-
-def _accepted(fn: Callable[..., Any] | None, keys: Sequence[str]) -> frozenset[str]:
-    if fn is None:
-        return frozenset()
-    parameters = inspect.signature(fn).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return frozenset(keys)
-    named = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
-    return frozenset(key for key in keys if key in named)

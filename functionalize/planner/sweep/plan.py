@@ -23,9 +23,7 @@ needs one.
 
 from __future__ import annotations
 
-import functools
 import gc
-import inspect
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,10 +45,11 @@ from functionalize.planner.lifetimes.step_memory import StepMemory
 from functionalize.planner.machines.constants import declared
 from functionalize.planner.machines.files import machine_of
 from functionalize.planner.report.text import Memory
-from functionalize.planner.sweep.changes import change, modules_of
+from functionalize.planner.sweep.changes import modules_of
 from functionalize.planner.sweep.checks import check_functions, check_points, world_of
 from functionalize.planner.sweep.figures import Figures, memory_of
-from functionalize.planner.sweep.grid import WORLD_KEYS, AcceptedKeys, Point, of, points
+from functionalize.planner.sweep.functions import StepFunctions
+from functionalize.planner.sweep.grid import WORLD_KEYS, Point, of, points
 from functionalize.planner.sweep.summary import Plan, Sweep
 from functionalize.planner.sweep.training import Items
 from functionalize.planner.time.communication import members_of
@@ -88,9 +87,9 @@ def plan(
     """
     check_functions(build, step, inputs, grid, fixed)
     axes = {**{key: [value] for key, value in fixed.items()}, **(grid or {})}
-    planner = Planner(build, step, inputs, AcceptedKeys.of(list(axes), build, inputs, step))
-    every = list(points(axes))
-    check_points(every, planner.accepted)
+    functions = StepFunctions.of(list(axes), build, inputs, step)
+    planner, every = Planner(functions), list(points(axes))
+    check_points(every, functions)
     found: dict[int, Plan] = {}
     with planner.searching():
         for i in planner.order(every):
@@ -122,14 +121,8 @@ class _Open:
 class Planner:
     """Plans points one after the other; keeps the world and the model for the next point."""
 
-    def __init__(
-        self,
-        build: Callable[..., Any],
-        step: Callable[..., Any],
-        inputs: Callable[..., Any] | None,
-        accepted: AcceptedKeys,
-    ) -> None:
-        self._build, self._step, self._inputs, self.accepted = build, step, inputs, accepted
+    def __init__(self, functions: StepFunctions) -> None:
+        self.functions = functions
         self._open: _Open | None = None
         self._reasons: dict[
             str, str
@@ -147,7 +140,8 @@ class Planner:
                 where = world_of(every[i])
             except FunctionalizeError:  # the error of this point, when it is planned
                 where = of(every[i], WORLD_KEYS)
-            return rank("world", where), rank("model", where, self.accepted.model(every[i])), i
+            model = self.functions.of_model(every[i])
+            return rank("world", where), rank("model", where, model), i
 
         return sorted(range(len(every)), key=key)
 
@@ -159,7 +153,7 @@ class Planner:
                 return self._planned(point, self._settled(point), start, timed)
         except Exception as error:
             self.close()
-            return Plan(point, error=_in_short(error), cause=error)
+            return Plan(point, error=in_short(error), cause=error)
 
     @contextmanager
     def searching(self) -> Iterator[Planner]:
@@ -186,32 +180,20 @@ class Planner:
             size, mesh = where.pop("world", None), where.pop("mesh", None)
             manager = world(size if size is not None or mesh is not None else 1, mesh, **where)
             self._open = _Open(key, manager, manager.__enter__())
-        now, wanted = self._open, self.accepted.model(point)
-        if now.captured is None or now.model_key != repr(wanted):
+        now, model_key = self._open, repr(self.functions.of_model(point))
+        if now.captured is None or now.model_key != model_key:
             if now.captured is not None:
                 now.built = now.captured = None
                 gc.collect()
-            now.built = self._built(point, wanted)
-            now.captured = capture(self._step, memory=True, on_uncapturable="raise")
-            now.model_key = repr(wanted)
+            now.built = self.functions.built(point)
+            now.captured = capture(self.functions.step, memory=True, on_uncapturable="raise")
+            now.model_key = model_key
         return now
-
-    def _built(self, point: Point, wanted: Mapping[str, Any]) -> Any:
-        built = called("build", self._build, (), of(point, self.accepted.build))()
-        changes = {key: value for key, value in wanted.items() if key not in self.accepted.build}
-        if changes:
-            change(built, **changes)
-        return built
 
     def _planned(self, point: Point, now: _Open, start: float, timed: bool) -> Plan:
         assert now.captured is not None
-        step, accepted = now.captured, self.accepted
-        made: Any = ()
-        if self._inputs is not None:
-            made = called("inputs", self._inputs, (), of(point, accepted.inputs))()
-        args, kwargs = arguments(now.built, made)
-        kwargs |= of(point, accepted.step)
-        called("step", self._step, args, kwargs)
+        step = now.captured
+        made, args, kwargs = self.functions.call(now.built, point)
         step.forget()
         machine = machine_of(point.get("machine"), now.world.target.name)
         conf = point.get("alloc_conf") or ""
@@ -220,7 +202,7 @@ class Planner:
         except UncapturableError as error:
             captured, why = None, str(error)
         if captured is None:
-            noted = record_memory(self._step)
+            noted = record_memory(self.functions.step)
             noted(*args, **kwargs)
             memory = without_program(noted, machine, Settings.parse(conf), now.world)
             reason = self._reasons.setdefault(without_numbers(why), " ".join(why.split()))
@@ -313,41 +295,6 @@ def offloaded(built: Any, memory: Memory) -> list[str]:
     ]
 
 
-def arguments(built: Any, made: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the step. A tuple is spread, a dict becomes keyword arguments, any other object is one argument.
-
-    built: the result of `build`. made: the result of `inputs`.
-    """
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
-    for each in (built, made):
-        if isinstance(each, tuple):
-            args += each
-        elif isinstance(each, dict):
-            kwargs |= each
-        else:
-            args.append(each)
-    return tuple(args), kwargs
-
-
-def called(
-    name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Callable[[], Any]:
-    """The call of a user's function, not made yet; raises `PlanError` for arguments that do not fit its signature."""
-    try:
-        signature = inspect.signature(function)
-        signature.bind(*args, **kwargs)
-    except ValueError:  # a builtin may have no signature
-        pass
-    except TypeError as error:
-        results = "the results of `build` and `inputs`, and " if name == "step" else ""
-        raise PlanError(
-            f"`{name}({', '.join(signature.parameters)})` cannot be called: {error}. Its arguments are {results}the "
-            "keys of the plan that it has as parameters"
-        ) from None
-    return functools.partial(function, *args, **kwargs)
-
-
 def without_program(
     noted: RecordedMemory, machine: Machine, settings: Settings, world: World
 ) -> Memory:
@@ -389,6 +336,7 @@ def settled(
     return None
 
 
-def _in_short(error: Exception) -> str:
+def in_short(error: Exception) -> str:
+    """The first line of an error; the name of its type, too, if it is none of this package's."""
     name = "" if isinstance(error, FunctionalizeError) else f"{type(error).__name__}: "
     return name + (str(error).strip().splitlines() or [""])[0]

@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from functionalize.errors import FunctionalizeError, TuneError
+from functionalize.errors import TuneError
 from functionalize.planner.lifetimes.step_memory import StepMemory
 from functionalize.planner.sweep.figures import Figures
+from functionalize.planner.sweep.plan import in_short
 from functionalize.planner.sweep.summary import Plan
 from functionalize.planner.sweep.training import Items
 from functionalize.planner.timeline.timeline import EAGER
@@ -113,8 +114,7 @@ class Search:
             try:
                 self._settings += self._settings_at(place)
             except Exception as error:  # of the script, too, which may not take each mesh
-                kind = "" if isinstance(error, FunctionalizeError) else f"{type(error).__name__}: "
-                self.failed[place] = kind + (str(error).splitlines() or [""])[0]
+                self.failed[place] = in_short(error)
                 if len(self.failed) == len(places):  # the same for each, as a rule
                     raise
         self._compose()

@@ -25,8 +25,7 @@ from functionalize.planner.fake_world.world import world as fake_world
 from functionalize.planner.report.figures import MemoryFigures
 from functionalize.planner.sweep.checks import target_on
 from functionalize.planner.sweep.figures import Figures
-from functionalize.planner.sweep.grid import AcceptedKeys, of
-from functionalize.planner.sweep.plan import Planner, arguments, called
+from functionalize.planner.sweep.plan import Planner
 from functionalize.planner.sweep.training import Items
 from functionalize.planner.timeline.timeline import EAGER
 from functionalize.planner.tuning.choices import LayerChoice, frontier
@@ -45,20 +44,18 @@ from functionalize.planner.tuning.variants import (
 _EXACT = 1e-3  # of a device's bytes, to which `unusable` is found
 _KEEP = 2  # layers of each run in the short model; the longer one has one more
 SAVED, RECOMPUTED = LayerPolicy(None, True), LayerPolicy((), True)
-Script = tuple[Callable[..., Any], Callable[..., Any] | None, Callable[..., Any]]
 
 
 @dataclass(eq=False)
 class ShortPlans:
     """The short plans of one search.
 
-    script: `VariantBuilder`, `inputs`, `step`. fixed: keys of every point. planned: how many plans were made.
+    fixed: keys of every point. planned: how many plans were made.
     constants: bytes of the device outside of torch's allocator. spare: bytes that the allocator cannot use.
     whole: why the model is not shortened; None: it is.
     """
 
     planner: Planner
-    script: Script
     fixed: Mapping[str, Any]
     space: Space
     machine: Machine
@@ -248,25 +245,20 @@ class ShortPlans:
 
         The first time: only find the runs.
         """
-        build, inputs, step = self.script
-        point = self.point(setting, Variant(setting.mesh, keep))
-        accepted = AcceptedKeys.of(list(point), build, inputs, step)
+        functions, point = self.planner.functions, self.point(setting, Variant(setting.mesh, keep))
         target = target_on(point.get("target", "cuda"), point.get("machine"))
         self.planner.close()
         with fake_world(self.world, rank=point.get("rank", 0), target=target):
-            built = called("build", build, (), of(point, accepted.build))()
+            built = functions.built(point)
             if not self._short:
                 self.runs = runs(built)
                 return []
-            made: Any = ()
-            if inputs is not None:
-                made = called("inputs", inputs, (), of(point, accepted.inputs))()
             layers = layers_of(built)
             chosen = {run.names[0]: layers[run.names[0]] for run in self.runs}
-            args, kwargs = arguments(built, made)
+            _, args, kwargs = functions.call(built, point)
             with recording(chosen, self.machine) as pieces:
-                called("step", step, args, {**kwargs, **of(point, accepted.step)})()
-            del built, args, kwargs, layers, chosen
+                functions.step(*args, **kwargs)
+            del built, args, kwargs, layers, chosen, _
         return [pieces.get(run.names[0], LayerPiece((), 0, 0, False)) for run in self.runs]
 
     def accumulation(self, setting: Setting, first: Setting) -> tuple[float, float]:

@@ -30,7 +30,8 @@ from functionalize.planner.fake_world.target import Target, target_named
 from functionalize.planner.machines.constants import declared
 from functionalize.planner.machines.files import machine_of
 from functionalize.planner.sweep.checks import check_functions, check_pipeline, check_points
-from functionalize.planner.sweep.grid import WORLD_KEYS, AcceptedKeys
+from functionalize.planner.sweep.functions import StepFunctions
+from functionalize.planner.sweep.grid import WORLD_KEYS
 from functionalize.planner.sweep.plan import Planner
 from functionalize.planner.tuning.policy import Mesh
 from functionalize.planner.tuning.search import Search
@@ -87,11 +88,10 @@ def tune(
             f"nothing fits in {human_bytes(asked.limit)}: context and workspaces alone need "
             f"{human_bytes(constants)}"
         )
-    space, builder, say = asked.space, asked.builder, progress or (lambda text: None)
-    planner = Planner(builder, step, inputs, asked.accepted)
+    say = progress or (lambda text: None)
+    planner = Planner(asked.functions)
     with planner.searching():
-        script = builder, inputs, step
-        short = ShortPlans(planner, script, asked.keys, space, asked.machine, world, say)
+        short = ShortPlans(planner, asked.keys, asked.space, asked.machine, world, say)
         search = Search(short, asked.limit, pipelines, say)
         search.compose()
         search.verify(top)
@@ -99,14 +99,16 @@ def tune(
 
 
 class Asked(NamedTuple):
-    """What a search was asked for, checked. limit: bytes of a device. keys: of every plan."""
+    """What a search was asked for, checked. limit: bytes of a device. keys: of every plan.
+
+    functions: of the script, `build` with a parameter `variant`.
+    """
 
     machine: Machine
     limit: float
     space: Space
     keys: Mapping[str, Any]
-    builder: VariantBuilder
-    accepted: AcceptedKeys
+    functions: StepFunctions
 
 
 def asked_for(
@@ -139,13 +141,12 @@ def asked_for(
     space = Space.of(script, world, where, meshes, batches, batch_tokens, tp, offload, has_host)
     every = {"world": world, "target": target, "machine": machine, **fixed}
     keys = {key: value for key, value in every.items() if value is not None}
-    builder = VariantBuilder(build)
     own = ["variant", *(["batch"] if space.has_batch else [])]
     own += ["accumulate"] if space.accumulates else []
     own += ["offload"] if space.offloads != (None,) else []
-    accepted = AcceptedKeys.of([*keys, *own], builder, inputs, step)
-    check_points([keys], accepted)
-    return Asked(where, bytes_of_device, space, keys, builder, accepted)
+    functions = StepFunctions.of([*keys, *own], VariantBuilder(build), inputs, step)
+    check_points([keys], functions)
+    return Asked(where, bytes_of_device, space, keys, functions)
 
 
 def _answer(search: Search, world: int, start: float) -> Tuned:

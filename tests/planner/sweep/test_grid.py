@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from functionalize.errors import PlanError
-from functionalize.planner.sweep.grid import AcceptedKeys, points
+from functionalize.planner.sweep.functions import StepFunctions
+from functionalize.planner.sweep.grid import points
 
 
 def test_points_are_the_product_of_the_axes():
@@ -28,23 +29,22 @@ def step(model, *, batch): ...
 
 
 def test_functions_take_what_they_name():
-    wants = AcceptedKeys.of(["world", "layers", "batch", "length", "reshard"], build, inputs, step)
-    assert wants.build == {"layers"}
-    assert wants.inputs == {"batch", "length"} and wants.step == {"batch"}
+    wants = StepFunctions.of(["world", "layers", "batch", "length", "reshard"], build, inputs, step)
+    assert wants.keys["build"] == {"layers"}
+    assert wants.keys["inputs"] == {"batch", "length"} and wants.keys["step"] == {"batch"}
     point = {"world": 8, "layers": 2, "batch": 4, "length": 16, "reshard": True}
-    assert wants.model(point) == {"layers": 2, "reshard": True}
-    assert wants.call(point) == {"batch": 4, "length": 16}
+    assert wants.of_model(point) == {"layers": 2, "reshard": True}
 
 
 def test_what_takes_everything():
-    wants = AcceptedKeys.of(["layers"], lambda **given: None, None, lambda *args: None)
-    assert wants.build == {"layers"} and not wants.step
+    wants = StepFunctions.of(["layers"], lambda **given: None, None, lambda *args: None)
+    assert wants.keys["build"] == {"layers"} and not wants.keys["step"]
 
 
 def test_what_a_grid_refuses():
     with pytest.raises(
         PlanError, match="no function accepts `widht`: give `build`, `inputs` or `step`"
     ):
-        AcceptedKeys.of(["widht"], build, inputs, step)
+        StepFunctions.of(["widht"], build, inputs, step)
     with pytest.raises(PlanError, match="the axis `batch` of the grid has no values"):
         list(points({"batch": []}))
