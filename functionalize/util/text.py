@@ -1,4 +1,4 @@
-"""Numbers, units and nouns in messages.
+"""Numbers, units, nouns and tables in messages.
 
     counted(1, "program")     1 program
     counted(0, "program")     0 programs
@@ -14,6 +14,7 @@ Invariant of `counted`: the number comes first, as its digits; the plural of the
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
@@ -37,6 +38,18 @@ def without_article(noun: str) -> str:
 def without_numbers(text: str) -> str:
     """The kind of a message: equal for messages that differ in their numbers alone."""
     return re.sub(r"-?\d[\d.e+-]*", "#", text)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Rows as lines; the first columns, so many, stand at the left, and the others at the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def human_bytes(nbytes: float) -> str:

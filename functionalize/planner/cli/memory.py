@@ -28,7 +28,13 @@ from functionalize.planner.pictures.page import Table, write_page
 from functionalize.planner.pictures.pictures import memory_picture
 from functionalize.planner.report.figures import StorageRow
 from functionalize.planner.report.rows import event_times, reached
-from functionalize.planner.report.text import Memory, short_line, signed
+from functionalize.planner.report.text import (
+    Memory,
+    category_rows,
+    largest_rows,
+    level_rows,
+    short_line,
+)
 from functionalize.planner.sweep.checks import target_on
 from functionalize.planner.time.step_time import step_time
 from functionalize.planner.timeline.timeline import EAGER, PROGRAM
@@ -221,19 +227,7 @@ def _facts(found: Recorded, report: Memory, of: str) -> dict[str, Any]:
 
 def _show_levels(console: Console, report: Memory) -> None:
     names = list(report.timelines)
-    levels = [report.levels(name) for name in names]
-    rows = [
-        (name, *(human_bytes(getattr(each, name)) for each in levels), how)
-        for name, how in (("requested", ""), ("allocated", "rounded"), ("reserved", "simulated"))
-    ]
-    for constant in report.constants:
-        rows.append((constant.name, *[human_bytes(constant.nbytes)] * len(levels), "declared"))
-    if report.constants:
-        sums = (human_bytes(each.device) for each in levels)
-        rows.append(("device", *sums, "reserved and declared"))
-    if report.host_peak:
-        host = (human_bytes(report.host_peak) if name == EAGER else "" for name in names)
-        rows.append(("host", *host, "requested"))
+    rows = [(name, *cells, how) for name, cells, how in level_rows(report)]
     table(console, ("peak", *names, ""), rows, left=(0, len(names) + 1))
     console.print()
 
@@ -252,16 +246,8 @@ def _more(report: Memory) -> str | None:
 
 
 def _show_categories(console: Console, report: Memory) -> None:
-    if len(report.timelines) < 2:
-        (name,) = report.timelines
-        found = report.by_category(name).items()
-        table(console, ("at the peak", name), [(c.value, human_bytes(n)) for c, n in found])
-    else:
-        rows = [
-            (c.category.value, human_bytes(c.eager), human_bytes(c.program), signed(c.nbytes))
-            for c in report.difference().categories
-        ]
-        table(console, ("at the peak", *report.timelines, "difference"), rows)
+    difference = ["difference"] if len(report.timelines) == 2 else []
+    table(console, ("at the peak", *report.timelines, *difference), category_rows(report))
     console.print()
 
 
@@ -277,9 +263,7 @@ def _show_peak(console: Console, report: Memory, of: str, top: int) -> None:
         ("line", {short_line(line): n for line, n in report.by_line(of).items()}),
         ("phase", report.by_phase(of)),
     ):
-        rows = [(human_bytes(nbytes), brief(name)) for name, nbytes in found.items()]
-        left = sum([*found.values()][top:])
-        rows[top:] = [(human_bytes(left), f"{len(found) - top} more")] if left else []
+        rows = [(nbytes, brief(name)) for name, nbytes in largest_rows(found, top)]
         console.print()
         table(console, ("bytes", f"by {title}"), rows, left=(1,))
 

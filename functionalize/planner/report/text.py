@@ -24,7 +24,7 @@ Invariant: the ops that are alike and those of the partings are all ops that all
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import groupby
@@ -33,7 +33,7 @@ from typing import NamedTuple
 from functionalize.cost.categories import Category
 from functionalize.planner.report.figures import AllocationGroup, MemoryFigures, StorageRow
 from functionalize.planner.timeline.timeline import BEFORE, EAGER, PROGRAM, Op, Timeline
-from functionalize.util.text import human_bytes
+from functionalize.util.text import aligned, human_bytes
 
 _WIDE = 60  # characters of a name; a longer one loses its beginning, as its end is more specific
 
@@ -61,39 +61,60 @@ def memory_text(memory: MemoryFigures, k: int) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _levels(memory: MemoryFigures) -> str:
+def level_rows(memory: MemoryFigures) -> list[tuple[str, list[str], str]]:
+    """A row per level of the peak: its name, its bytes in each timeline, how they are known."""
     levels = [memory.levels(name) for name in memory.timelines]
-    rows: list[Sequence[str]] = [("memory of a step", *memory.timelines)]
-    for name in ("requested", "allocated", "reserved"):
-        title = f"  {name}{' (simulated)' if name == 'reserved' else ''}"
-        rows.append((title, *(human_bytes(getattr(each, name)) for each in levels)))
+    rows = [
+        (name, [human_bytes(getattr(each, name)) for each in levels], how)
+        for name, how in (("requested", ""), ("allocated", "rounded"), ("reserved", "simulated"))
+    ]
     for constant in memory.constants:
-        rows.append(
-            (f"  {constant.name} (declared)", *[human_bytes(constant.nbytes)] * len(levels))
-        )
+        rows.append((constant.name, [human_bytes(constant.nbytes)] * len(levels), "declared"))
     if memory.constants:
-        rows.append(("  device", *(human_bytes(each.device) for each in levels)))
+        device = [human_bytes(each.device) for each in levels]
+        rows.append(("device", device, "reserved and declared"))
     if memory.host_peak:
         host = [human_bytes(memory.host_peak) if n == EAGER else "" for n in memory.timelines]
-        rows.append(("  host memory (requested)", *host))
+        rows.append(("host", host, "requested"))
+    return rows
+
+
+def category_rows(memory: MemoryFigures) -> list[tuple[str, ...]]:
+    """A row per category at the peak: its name, its bytes in each timeline, of two timelines their difference."""
+    if len(memory.timelines) < 2:
+        (name,) = memory.timelines
+        return [(c.value, human_bytes(n)) for c, n in memory.by_category(name).items()]
+    return [
+        (c.category.value, human_bytes(c.eager), human_bytes(c.program), signed(c.nbytes))
+        for c in memory.difference().categories
+    ]
+
+
+def largest_rows(found: Mapping[str, int], k: int) -> list[tuple[str, str]]:
+    """The first k of a breakdown as (name, bytes), and a row for the sum of the others."""
+    rows = [(name, human_bytes(nbytes)) for name, nbytes in [*found.items()][:k]]
+    left = [*found.values()][k:]
+    return rows + ([(f"{len(left)} more", human_bytes(sum(left)))] if left else [])
+
+
+def _levels(memory: MemoryFigures) -> str:
+    rows: list[Sequence[str]] = [("memory of a step", *memory.timelines)]
+    for name, cells, how in level_rows(memory):
+        title = {"host": "host memory"}.get(name, name)
+        known = f" ({how})" if how in ("simulated", "declared", "requested") else ""
+        rows.append((f"  {title}{known}", *cells))
     return _table(rows)
 
 
 def _categories(memory: MemoryFigures) -> str:
-    if len(memory.timelines) < 2:
-        (name,) = memory.timelines
-        found = memory.by_category(name)
-        return _table(
-            [("at the peak", name), *((f"  {c.value}", human_bytes(n)) for c, n in found.items())]
-        )
-    rows: list[Sequence[str]] = [("at the peak", *memory.timelines, "program - eager")]
-    difference = memory.difference()
-    for change in difference.categories:
-        both = human_bytes(change.eager), human_bytes(change.program)
-        rows.append((f"  {change.category.value}", *both, signed(change.nbytes)))
-    total = signed(difference.program - difference.eager)
-    rows.append(("  all", human_bytes(difference.eager), human_bytes(difference.program), total))
-    return _table(rows)
+    rows = category_rows(memory)
+    heads = ["at the peak", *memory.timelines]
+    if len(memory.timelines) == 2:
+        heads.append("program - eager")
+        both = memory.difference()
+        peaks = human_bytes(both.eager), human_bytes(both.program)
+        rows.append(("all", *peaks, signed(both.program - both.eager)))
+    return _table([heads, *((f"  {name}", *cells) for name, *cells in rows)])
 
 
 def _top(name: str, rows: Sequence[StorageRow]) -> str:
@@ -114,12 +135,8 @@ def _top(name: str, rows: Sequence[StorageRow]) -> str:
 
 
 def _breakdown(title: str, found: Mapping[str, int], k: int) -> str:
-    rows: list[Sequence[str]] = [(title, "")]
-    rows += [(f"  {name}", human_bytes(nbytes)) for name, nbytes in list(found.items())[:k]]
-    left = list(found.values())[k:]
-    if left:
-        rows.append((f"  {len(left)} more", human_bytes(sum(left))))
-    return _table(rows)
+    rows = ((f"  {name}", nbytes) for name, nbytes in largest_rows(found, k))
+    return _table([(title, ""), *rows])
 
 
 def _only(here: str, there: str, found: Sequence[AllocationGroup], k: int) -> str:
@@ -153,20 +170,8 @@ def _short(name: str) -> str:
     return name if len(name) <= _WIDE else f"...{name[3 - _WIDE :]}"
 
 
-def _table(rows: Iterable[Sequence[str]]) -> str:
-    """Aligned columns: the first to the left, the others to the right."""
-    rows = list(rows)
-    wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            [
-                row[0].ljust(wide[0]),
-                *(cell.rjust(w) for cell, w in zip(row[1:], wide[1:], strict=True)),
-            ]
-        )
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(aligned(rows, 1))
 
 
 # -- a recorded step compared with its plan --------------------------------------------------------

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import Any
 
 from functionalize.planner.sweep.columns import COLUMNS, assumptions, efficiencies
@@ -26,7 +25,7 @@ from functionalize.planner.sweep.training import Training
 from functionalize.planner.timeline.timeline import EAGER, PROGRAM
 from functionalize.planner.tuning.policy import EagerPolicy, counted_policies
 from functionalize.planner.tuning.search import Candidate, frontier_of
-from functionalize.util.text import human_bytes, human_seconds
+from functionalize.util.text import aligned, human_bytes, human_seconds
 
 _LOST = 8  # rows that say why others lost
 _FRONTIER = 8
@@ -268,7 +267,7 @@ class Tuned:
         if lost:
             lines += ["", "why the next ones lost"]
             rows = [(c.setting.text(), _layers(c), self.why(c)) for c in lost]
-            lines += _aligned(rows, 3)
+            lines += aligned(rows, 3)
         for text, plan in self.programs.items():
             if plan.figures is not None:
                 levels = plan.figures.memory.levels(PROGRAM)
@@ -300,7 +299,7 @@ class Tuned:
             names = [name for name in names if name != optional]
             heads = [(_SHOWN | _OWN)[name][0].replace("items", self.kind) for name in names]
             cells = [self._cells(row, each, names) for row, each in rows]
-            lines = _aligned([("setting", "layers", *heads), *cells])
+            lines = aligned([("setting", "layers", *heads), *cells], 2)
             if width is None or max(map(len, lines)) <= width:
                 break
         return lines
@@ -326,18 +325,6 @@ def _layers(each: Candidate) -> str:
             after = f", on {one.reshard}"
         counts[how + after] = counts.get(how + after, 0) + 1
     return "; ".join(f"{count} {how}" for how, count in counts.items()) or "as built"
-
-
-def _aligned(rows: Sequence[Sequence[str]], left: int = 2) -> list[str]:
-    """Rows as lines; the columns of text stand at the left, so many, and the others at the right."""
-    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
-    return [
-        "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _thinned(found: Sequence[Candidate], most: int) -> list[Candidate]:
