@@ -64,7 +64,7 @@ class ArgumentAttributes:
 def refused_class(kind: type) -> UncapturableError:
     """Why calls with a tensor of such a class run eagerly."""
     return UncapturableError(
-        f"takes {own_functions_text(kind)}: pass `x.as_subclass(torch.Tensor)`"
+        f"takes {own_functions_text(kind)}, which a replay does not: pass `x.as_subclass(torch.Tensor)`"
     )
 
 

@@ -84,6 +84,7 @@ class RecordingSummary:
     """The part of a recording with which the next one is compared, after the recording itself is released.
 
     identities: one value per tensor that no argument, module or optimizer holds, see `StepRecording`.
+    held: the same of all tensors that variables held when the recording began, whether it read them or not.
     outliving: addresses of the storages that the step made and that were alive after it.
     pins: weak references to these storages, which keep their addresses from being reused. has_ops: see `differs`.
     moved: places in Python that this recording, or one before it, has moved. is_live: whether its numbers were live.
@@ -104,13 +105,19 @@ class RecordingSummary:
     has_ops: bool = True
     filled: tuple[Filled, ...] = ()
     facts: tuple[Guard, ...] = ()
+    held: frozenset[Any] = frozenset()
 
     def differs(self, identities: list[Any]) -> bool:
-        """Whether a later recording read other tensors. Of tensors in variables a run without ops shows no reads."""
-        if self.has_ops:
-            return identities != self.identities
-        read = (i for i in self.identities if type(i[1]) is bytes or i in identities)
-        return identities != list(read)
+        """Whether a later recording read tensors that were not there, or were others."""
+        if any(_is_held(each) and each not in self.held for each in identities):
+            return True
+        before, now = (
+            [each for each in found if not _is_held(each)]
+            for found in (self.identities, identities)
+        )
+        if not self.has_ops:  # then only those that Python made were seen to be read
+            before = [each for each in before if type(each[1]) is bytes or each in now]
+        return now != before
 
 
 class StepRecording:
@@ -206,7 +213,14 @@ class StepRecording:
             self.recorder.started,
             tuple(self.exit.filled),
             (self.entry.python_state, self.entry.modules),
+            self._held,
         )
+
+    @property
+    def _held(self) -> frozenset[Any]:
+        """The identities of all tensors in variables when the recording began."""
+        found = self.entry.places.widest.values()
+        return frozenset((ref.geometry, s.place) for _, s, ref in found if type(s) is Held)
 
     # -- is it the steady state? -----------------------------------------------------------------
 
@@ -497,6 +511,11 @@ def awaits_live_numbers(recorder: Recorder, entry: EntryState) -> bool:
     """
     wants = recorder.scalars or recorder.calls.assigned or liftable(entry.roots.optimizers)
     return not recorder.live and bool(wants)
+
+
+def _is_held(identity: Any) -> bool:
+    """Whether an identity is that of a tensor in a variable, by its place."""
+    return type(identity[1]) is tuple
 
 
 def _is_changeable(value: Any, known: Container[int]) -> bool:

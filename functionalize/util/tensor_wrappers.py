@@ -52,7 +52,7 @@ def own_functions_text(kind: type) -> str:
     """Such a class, for a message."""
     return (
         f"{with_article(kind.__name__)}, a tensor for which torch calls `{kind.__name__}.__torch_function__` whatever "
-        "is done with it, which a replay does not"
+        "is done with it"
     )
 
 

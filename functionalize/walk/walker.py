@@ -563,7 +563,8 @@ class PythonState:
             name = visit.name or text_of(visit.path)
             name = f"{name}.{key}" if type(key) is str else name
             raise UncapturableError(
-                f"reaches `{name}`, {own_functions_text(type(tensor))}: keep `{name}.as_subclass(torch.Tensor)` there"
+                f"reaches `{name}`, {own_functions_text(type(tensor))}, which a replay does not: keep "
+                f"`{name}.as_subclass(torch.Tensor)` there"
             )
 
     def _inside(self, name: str, value: Any) -> None:

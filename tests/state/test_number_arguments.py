@@ -185,6 +185,22 @@ def test_a_list_that_grows_is_named():
             step(torch.ones(3, 4), grown)
 
 
+def test_a_step_that_appends_to_an_argument_is_told_at_the_second_recording():
+    kept: list[Tensor] = []
+
+    def use(trainer: Trainer, loss: Tensor, n: Any) -> Any:
+        n.append(loss.detach())
+        return loss
+
+    step = fz.capture(Trainer(use).step, audit=False, allowance=None)
+    with pytest.warns(
+        fz.UncapturableWarning, match=r"2 recordings .* appends to `args\[1\]`.*: return what it"
+    ):
+        for _ in range(3):
+            step(torch.ones(3, 4), kept)
+    assert len(kept) == 3
+
+
 def test_keywords_and_defaults():
     def build() -> tuple[Trainer, Callable[..., Any]]:
         trainer = Trainer(times)

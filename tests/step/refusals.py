@@ -67,6 +67,7 @@ class Owner:
         self.it: Iterator[float] = iter([0.5 + i for i in range(100)])
         self.loader = torch.utils.data.DataLoader(torch.arange(400.0).view(100, 4), batch_size=2)
         self.batches = iter(self.loader)
+        self.shuffled = torch.utils.data.DataLoader(torch.ones(4, 4), batch_size=2, shuffle=True)
         self.array = np.zeros(4)
         self.tensor = torch.from_numpy(np.zeros(4))
         self.rng = np.random.RandomState(0)

@@ -349,6 +349,10 @@ def _by_lbfgs(o: Owner, x: Tensor, given: Any) -> Any:
     return o.lbfgs.step(closure).detach()
 
 
+def _fetched(o: Owner, x: Tensor, given: Any) -> Any:
+    return o.loss(next(iter(o.shuffled)))
+
+
 # -- arguments and results -------------------------------------------------------------------------
 
 
@@ -590,6 +594,13 @@ ROWS = (
     ),
     Row(_hooked, r"`other` has _forward_hooks = ", OUTSIDE, _not_hooked),
     Row(_group_added, r"`optimizer` has \d parameter groups, had \d", OUTSIDE, plain),
+    Row(
+        _fetched,
+        r"fetches a batch by a sampler that draws the order",
+        r"fetch it outside the step, and pass it as an argument",
+        times_given,
+        is_same=False,
+    ),
     Row(
         _popped_from_argument,
         r"takes `args\[1\]\['labels'\]` away",
