@@ -12,6 +12,7 @@ from torch import Tensor
 from functionalize.ir.inputs import Call, InputSpec
 from functionalize.ir.ops import geometry_of
 from functionalize.ir.scalars import ScalarInput, evaluated, expression_text
+from functionalize.util.packages import has_own_equality
 from functionalize.util.reading import is_a
 from functionalize.util.structure import holds_tensors
 from functionalize.util.text import without_numbers
@@ -121,16 +122,25 @@ class AliasGuard:
 
 
 def same_constant(now: Any, was: Any) -> bool:
-    """Whether two values that are no tensors are the same: -0.0 is not 0.0; arrays are compared by their bytes."""
+    """Whether two values that are no tensors are the same: -0.0 is not 0.0; arrays are compared by their bytes.
+
+    An object whose class compares by code of the user's is the same one or not: that may leave out what a step reads.
+    """
     if type(now) is not type(was):
         return False
+    if now is was:
+        return True
     if is_a(now, (float, complex)):
-        return repr(now) == repr(was)
+        base: Any = float if is_a(now, float) else complex
+        return bool(base.__repr__(now) == base.__repr__(was))
+    for base in (int, str, bytes):
+        if is_a(now, base):
+            return bool(base.__eq__(now, was))
     if _is_array(now):
         same = now.dtype == was.dtype and now.shape == was.shape
         return same and bool(now.tobytes() == was.tobytes())
     # `==` of two objects may be true although they hold different tensors.
-    return now is was or (not holds_tensors(now) and bool(now == was))
+    return not has_own_equality(type(now)) and not holds_tensors(now) and bool(now == was)
 
 
 def frozen_constant(value: Any) -> Any:

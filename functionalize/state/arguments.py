@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from typing import Any
 
 from functionalize._compat.graphs import pytree
+from functionalize.errors import UncapturableError
 from functionalize.util import structure
 from functionalize.walk.converted_arrays import array_of
 
@@ -43,6 +44,28 @@ def flatten_result(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
 def unflatten_result(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
     """A result of that structure: new containers with these leaves."""
     return structure.unflatten(list(leaves), spec)
+
+
+UNOPENED = "arguments that cannot be opened"  # the key of such calls
+
+
+def unopened(args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> UncapturableError:
+    """Why calls with arguments run eagerly whose elements cannot be found."""
+    given = [(f"args[{i}]", each) for i, each in enumerate(args)]
+    name = "args"
+    for at, each in [*given, *((f"kwargs[{k!r}]", v) for k, v in kwargs.items())]:
+        try:
+            structure.flatten(((each,), {}))
+        except Exception:
+            name = at
+            break
+    if isinstance(error, RecursionError):
+        why = "contains itself, or has containers in containers too deep to open"
+    else:
+        why = f"cannot be opened ({type(error).__name__}: {error})"
+    return UncapturableError(
+        f"takes `{name}`, which {why}: pass its tensors and numbers, or keep it in an attribute of an object"
+    )
 
 
 def leaf_names(fn: Callable[..., Any], spec: pytree.TreeSpec) -> list[str]:

@@ -61,6 +61,7 @@ from functionalize.run.detached_outputs import refusing_backward
 from functionalize.scalars.escaped_numbers import replace_escaped
 from functionalize.scalars.live_scalars import plain_tree, was_refused
 from functionalize.state import arguments
+from functionalize.state.arguments import UNOPENED
 from functionalize.state.dropped_gradients import drop, put_back
 from functionalize.state.memory_reports import memory_reports
 from functionalize.state.number_arguments import VaryingArguments, varying_leaves
@@ -409,7 +410,16 @@ class CapturedStep:
     def _run_in_turn(self, args: Any, kwargs: Any) -> Any:
         core, hooks = self.core, self._hooks
         began = self._pace.clock() if self._pace is not None else 0.0
-        flat, spec = arguments.flatten(*self._arguments.of(args, kwargs))
+        try:
+            flat, spec = arguments.flatten(*self._arguments.of(args, kwargs))
+            is_open = True
+        except Exception as error:  # a cycle, or code of the user's
+            is_open = False
+            if UNOPENED not in core.refused:
+                core.refuse(UNOPENED, arguments.unopened(args, kwargs, error))
+        if not is_open:  # outside of `except`, so that errors of the step have no context
+            self._last_plan = LastPlan(UNOPENED, Eager)
+            return self._run_refused(core.refused[UNOPENED], args, kwargs)
         leaves = flat if hooks.leaves is None else hooks.leaves(flat)
         for kind in {*map(type, leaves)}:
             if has_own_functions(kind):  # to look at it would call the user's code

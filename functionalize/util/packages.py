@@ -17,6 +17,7 @@ import types
 from typing import Any
 
 from functionalize.util.by_class import by_class
+from functionalize.util.code_objects import is_generated
 
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 
@@ -32,6 +33,15 @@ def is_users(module: str | None) -> bool:
         and package not in ("torch", "functionalize")
         and not is_installed(module)
     )
+
+
+@by_class
+def has_own_equality(kind: type) -> bool:
+    """Whether `==` of two objects of a class runs code of the user's, other than what `dataclasses` makes."""
+    found = next((vars(each)["__eq__"] for each in kind.__mro__ if "__eq__" in vars(each)), None)
+    if type(found) is not types.FunctionType:
+        return type(found) is not types.WrapperDescriptorType
+    return is_users_function(found) and not is_generated(found.__code__)
 
 
 def is_users_function(function: types.FunctionType) -> bool:

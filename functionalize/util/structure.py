@@ -26,7 +26,7 @@ import enum
 from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from types import FunctionType, MemberDescriptorType, NoneType, SimpleNamespace
+from types import FunctionType, MappingProxyType, MemberDescriptorType, NoneType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from functionalize._compat.graphs import pytree
 from functionalize.util.code_objects import closed_function, enclosed, opened_function
-from functionalize.util.reading import is_a, table_of
+from functionalize.util.reading import elements_of, is_a, table_of, values_of
 
 _NUMBERS = (bool, int, float, complex, str, bytes, NoneType)
 _ATOMS = (*_NUMBERS, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -512,10 +512,12 @@ def objects_inside(leaf: Any, depth: int = 4) -> Iterator[Any]:
     if is_a(leaf, (*_STATEFUL, KeptObject, type, *_ATOMS)) or depth == 0:
         return
     held = enclosed(leaf)
-    if is_a(leaf, Mapping):
-        held = list(leaf.values())
+    if is_a(leaf, dict):
+        held = list(values_of(leaf))
     elif is_a(leaf, (list, tuple, set, frozenset)):
-        held = list(leaf)
+        held = list(elements_of(leaf))
+    elif is_a(leaf, MappingProxyType):
+        held = list(leaf.values())
     for each in (*held, *attributes_of(leaf).values()):
         yield each
         if not is_a(each, Tensor):
