@@ -445,7 +445,8 @@ class CapturedStep:
         if pace is not None and isinstance(plan, (Replay, Eager)):
             looked = pace.clock()
             result = self._act(plan, call)
-            pace.looked(looked - began, pace.clock() - looked)
+            if pace.looked(looked - began, pace.clock() - looked) and has_ranks():
+                self._pace = None
             return result
         return self._act(plan, call)
 
@@ -750,8 +751,6 @@ class CapturedStep:
         """An eager call whose time says whether replays pay."""
         pace = self._pace
         assert pace is not None
-        if has_ranks():
-            self._pace = None
         began = pace.clock()
         result = self._run_eagerly(args, kwargs)
         pace.ran(pace.clock() - began)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 from functionalize.util.text import counted
 
-_MOST_SECONDS = 1.0  # in guards, before calls are timed
+most_seconds = 1.0  # in guards, before calls are timed
 _TIMED = 4  # of each kind
 _SLOWER = 1.05
 _FIRST_REST, _LONGEST_REST = 64, 4096  # calls
@@ -39,7 +39,7 @@ class Pace:
         self, warn: Callable[[float], None], clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.clock, self._warn = clock, warn
-        self._seconds, self._limit = 0.0, _MOST_SECONDS
+        self._seconds, self._limit = 0.0, most_seconds
         self._eager: list[float] = []
         self._asking: list[float] = []
         self._is_timing = self._times_eager = self._has_warned = False
@@ -73,13 +73,18 @@ class Pace:
             if len(self._eager) == _TIMED:
                 self._compare()
 
-    def looked(self, looked: float, acted: float) -> None:
-        """A call that asked programs has taken so long, before the replay or the eager run, and for that."""
+    def looked(self, looked: float, acted: float) -> bool:
+        """A call that asked programs has taken so long, before the replay or the eager run, and for that.
+
+        Whether calls are timed from now on.
+        """
         if self._is_timing:
             self._asking.append(looked + acted)
         elif looked > acted / 2:
             self._seconds += looked
             self._is_timing = self._seconds > self._limit
+            return self._is_timing
+        return False
 
     def _compare(self) -> None:
         slower = statistics.median(self._asking) / statistics.median(self._eager)

@@ -6,11 +6,19 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import functionalize as fz
+from functionalize.step import pace as pace_of_steps
 from functionalize.step.pace import Pace
+
+
+@pytest.fixture(autouse=True)
+def _a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests have no such limit."""
+    monkeypatch.setattr(pace_of_steps, "most_seconds", 1.0)
 
 
 def called(pace: Pace, count: int, looked: float, acted: float, eager: float) -> list[int]:
