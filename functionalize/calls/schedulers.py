@@ -177,7 +177,7 @@ class SchedulerFact:
 
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
-_LAST = "_last_lr"
+LAST = "_last_lr"
 
 
 def scheduler_patches(recorders: Callable[[], list[Any]]) -> Iterator[tuple[Any, str, Any]]:
@@ -264,7 +264,7 @@ def _read(recording: CallRecorder, scheduler: LRScheduler, name: str, value: Any
         return live(value, None)
     if (
         log is not None
-        and name == _LAST
+        and name == LAST
         and type(value) is list
         and set(map(type, value)) <= NUMBER_DTYPES.keys()
     ):

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import keyword
 import operator
-import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +49,7 @@ from functionalize.program.json_codec import (
 )
 from functionalize.program.known_types import Types
 from functionalize.program.metadata import read_records
+from functionalize.program.text_formats import check_spec
 from functionalize.tape import tape
 from functionalize.util import structure
 
@@ -81,14 +81,13 @@ def check_function(function: Any, args: Any) -> None:
         raise LoadError("calls a function with arguments that are none: damaged")
     if function in _GROWING and any(type(n) is int and abs(n) > _MOST for n in args[1:]):
         raise LoadError("computes a number that is too large: damaged")
-    is_format = function in (format, repr) and len(args) > 1
-    if is_format and not (isinstance(args[1], str) and _FORMAT.fullmatch(args[1])):
-        raise LoadError("prints a number in a format that no program has: damaged")
+    if function in (format, repr) and len(args) > 1:
+        check_spec(args[1], LoadError)
 
 
-_GROWING = (operator.pow, operator.lshift)  # whose result may be far longer than what it is made of
+# Whose result, or a number on the way to it, may be far longer than what it is made of.
+_GROWING = (operator.pow, operator.lshift, round)
 _MOST = 2**12
-_FORMAT = re.compile(r"[^\d]{0,8}\d{0,3}[,_]?(\.\d{1,3})?[a-zA-Z%]?")
 
 
 def _wrapped(*values: Any) -> outputs.Wrapped:
@@ -440,9 +439,9 @@ def check_program(program: Executable) -> None:
             _require(0 <= spec.source.leaf < places.leaves, "an input that is no argument")
         if isinstance(spec.source, inputs.WholeStorage):
             places.window(spec.source.input, spec.source.geometry, i)
-        _require(hasattr(type(spec.source), "resolve"), "an input from nowhere")
+        _require(_is_ours(spec.source, "resolve"), "an input from nowhere")
     for guard in (*program.guards, *program.facts, *program.value_guards):
-        _require(hasattr(type(guard), "failure") or hasattr(type(guard), "failure_of"), "no guard")
+        _require(_is_ours(guard, "failure") or _is_ours(guard, "failure_of"), "no guard")
     for guard in program.guards:
         if isinstance(guard, guards.TensorGuard):
             _require(0 <= guard.input < len(program.inputs), "a guard on no input")
@@ -462,6 +461,12 @@ def check_program(program: Executable) -> None:
 def _require(holds: bool, what: str) -> None:
     if not holds:
         raise LoadError(f"has {what}: damaged")
+
+
+def _is_ours(value: Any, method: str) -> bool:
+    """Whether a value has a method that is ours: an object of the user's, which a file may name, may have one, too."""
+    kind = type(value)
+    return kind.__module__.partition(".")[0] == "functionalize" and hasattr(kind, method)
 
 
 def _check_geometry(geometry: Any) -> None:
@@ -525,6 +530,9 @@ class _Places:
             _require(0 <= role.output < number, "an output that is a later one")
         elif isinstance(role, outputs.LeafItself):
             _require(0 <= role.leaf < self.leaves, "an output that is no argument")
+        elif isinstance(role, outputs.SourceItself):
+            sources = (role.source, *role.others)
+            _require(all(_is_ours(s, "resolve") for s in sources), "an output from nowhere")
         elif isinstance(role, outputs.Wrapped):
             for inner in role.inner.values():
                 self.role(inner, number)

@@ -7,6 +7,8 @@
 
 A file holds no code: a replay of a program that was loaded assigns to places that the live step moves, and calls
 `print`, loggers and schedulers of the live step, with numbers, texts and tensors.
+Where a warning or a log record was made is a line of the live step's code (code_places.py). What is said is text that
+fits the values of the program (saved_calls.py).
 Refusals: `SaveError` for other calls (bars, writers, functions of `fz.repeat`), objects among their arguments,
 generators; `LoadError` for a place, a logger or a scheduler that is not there, and for options of `print` that write
 elsewhere.
@@ -15,33 +17,40 @@ elsewhere.
 from __future__ import annotations
 
 import builtins
+import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
-from functionalize._compat.graphs import pytree
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LRScheduler, ReduceLROnPlateau
+
 from functionalize.calls.call_arguments import ArgumentForm, LateLeaf, TextLeaf, TextPart
 from functionalize.calls.draws import DrawnNumber, Draws
 from functionalize.calls.interceptors import ORIGINAL
-from functionalize.calls.late_numbers import LateNumber, LateRead, LateValue
+from functionalize.calls.late_numbers import LateNumber, LateRead, LateValue, is_late
 from functionalize.calls.logs import Logged, SilentFact
 from functionalize.calls.printing import Printed, PrintFact, StreamFact
 from functionalize.calls.schedulers import (
+    LAST,
     SchedulerAssigned,
     SchedulerFact,
     SchedulerNumber,
     SchedulerStepped,
+    stepping_classes,
+    vars_of,
 )
 from functionalize.calls.warned import Warned
 from functionalize.errors import FunctionalizeError, LoadError, SaveError
-from functionalize.ir.outputs import Constant
+from functionalize.ir.scalars import NUMBER_DTYPES
 from functionalize.program.field_types import checked
 from functionalize.program.json_codec import Form, plain_form
-from functionalize.program.program import Program
+from functionalize.saving.code_places import CodePlaces
 from functionalize.saving.object_names import Names
+from functionalize.saving.saved_calls import check_form, part_length
 from functionalize.state.drawing import GeneratorSet, GeneratorState
-from functionalize.state.hyperparameters import GroupNumber, HyperparameterSet
+from functionalize.state.hyperparameters import GroupNumber, HyperparameterSet, is_liftable
 from functionalize.state.number_arguments import NumberArgument
 from functionalize.state.place_effects import Appended, Assigned, FlagGuard, PlaceNumber
 from functionalize.state.python_state import SurroundingsGuard
@@ -49,14 +58,13 @@ from functionalize.walk.live_places import LivePlaces, may_grow
 from functionalize.walk.parts import Held
 
 _NUMBERS = (int, float)
-_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _STREAMS = ("stdout", "stderr")
 _WARNINGS: dict[Any, type[Warning]] = {
     name: each
     for name, each in vars(builtins).items()
     if isinstance(each, type) and issubclass(each, Warning)
 }
-_OF_PRINT = frozenset({"sep", "end", "flush"})
+_OF_PRINT = ("sep", "end", "flush")
 # Effects that are saved or refused by name; all others are calls.
 NAMED_EFFECTS = (
     *(Assigned, Appended, HyperparameterSet, Draws, GeneratorSet),
@@ -66,6 +74,8 @@ NAMED_EFFECTS = (
 
 def effect_forms(names: Names, fn: Callable[..., Any]) -> list[Form]:
     """The forms of what a step does to Python objects, and of the guards and sources that go with it."""
+
+    codes = CodePlaces(names)
 
     def of_place(kind: type, load: Callable[..., Any], *attributes: str) -> Form:
         def save(value: Any) -> tuple[Any, ...]:
@@ -93,18 +103,24 @@ def effect_forms(names: Names, fn: Callable[..., Any]) -> list[Form]:
         Form(DrawnNumber, lambda number: _refuse_draws(number.draws), _never),
         Form(Draws, _refuse_draws, _never),
         *(Form(kind, _refuse_generator, _never) for kind in (GeneratorState, GeneratorSet)),
-        *map(plain_form, (LateLeaf, LateRead, LateValue, TextLeaf, ArgumentForm)),
+        *(_form_of_late(kind) for kind in (LateLeaf, LateRead, LateValue)),
+        *map(plain_form, (TextLeaf, ArgumentForm)),
         Form(TextPart, _save_part, _load_part),
-        Form(LateNumber, _save_late, lambda what, source: LateNumber(what, source.now)),
+        Form(LateNumber, _save_late, _load_late),
         Form(GroupNumber, lambda number: _save_group_number(names, number), _load_group_number),
         Form(PrintFact, lambda fact: (), lambda: PrintFact(_print())),
         Form(StreamFact, lambda fact: (fact.name,), lambda name: StreamFact(*_stream(name))),
         Form(Printed, lambda printed: (printed.form, printed.stream), _load_printed),
-        *_forms_of_loggers(names),
-        Form(Warned, _save_warned, _load_warned),
-        plain_form(SchedulerNumber),
+        *_forms_of_loggers(names, codes),
+        Form(
+            Warned,
+            lambda warned: _save_warned(warned, codes),
+            lambda *values: _load_warned(codes, *values),
+        ),
+        _checked_form(SchedulerNumber, _is_number_of_scheduler),
         plain_form(SchedulerFact),
-        plain_form(SchedulerAssigned),
+        _checked_form(SchedulerAssigned, _sets_a_number),
+        _checked_form(HyperparameterSet, _sets_a_hyperparameter),
         Form(SchedulerStepped, _save_stepped, _load_stepped),
     ]
 
@@ -113,14 +129,17 @@ def _never(*values: Any) -> Any:
     raise LoadError("holds what no file holds, since it is never saved: damaged")
 
 
-def check_constants(program: Program, kind: type[FunctionalizeError]) -> None:
-    """Raise an error of this kind for a program with effects that has an object among the constants it gives them."""
-    for role in program.outputs:
-        if isinstance(role, Constant) and type(role.value) not in _PLAIN:
-            raise kind(
-                f"keeps, prints or returns a constant of the type {type(role.value).__name__}, which a file cannot "
-                "hold beside what a replay does in Python"
-            )
+def _checked_form(kind: Any, fits: Callable[[Any], bool]) -> Form:
+    """The form of a dataclass whose objects fit what is here."""
+    plain = plain_form(kind)
+
+    def load(*values: Any) -> Any:
+        made = plain.load(*values)
+        if not fits(made):
+            raise LoadError(f"has a {kind.__name__} of what is no number here")
+        return made
+
+    return Form(kind, plain.save, load)
 
 
 # -- places ----------------------------------------------------------------------------------------
@@ -188,6 +207,7 @@ def _refuse_generator(value: GeneratorState | GeneratorSet) -> tuple[Any, ...]:
 
 def _save_part(part: TextPart) -> tuple[Any, ...]:
     function: Any = part.function
+    part_length(part, SaveError)
     template = getattr(function, "__self__", None)
     if getattr(function, "__name__", "") == "__mod__" and type(template) is str:
         function = template  # `"%.3f" % number`
@@ -196,7 +216,23 @@ def _save_part(part: TextPart) -> tuple[Any, ...]:
 
 def _load_part(function: Any, args: Any, then: Any, late: Any) -> TextPart:
     found = function.__mod__ if type(function) is str else function
-    return TextPart(*checked(TextPart, (found, args, then, late)))
+    made = TextPart(*checked(TextPart, (found, args, then, late)))
+    part_length(made, LoadError)
+    if late is not None and not is_late(late):
+        raise LoadError("makes a text of what is no number: damaged")
+    return made
+
+
+def _form_of_late(kind: Any) -> Form:
+    """The form of a class whose one field is an expression of late numbers."""
+    plain = plain_form(kind)
+
+    def load(*values: Any) -> Any:
+        if not all(map(is_late, values)):
+            raise LoadError("reads a number after a call, which is none: damaged")
+        return plain.load(*values)
+
+    return Form(kind, plain.save, load)
 
 
 def _save_late(number: LateNumber) -> tuple[Any, ...]:
@@ -204,6 +240,12 @@ def _save_late(number: LateNumber) -> tuple[Any, ...]:
     if not isinstance(source, (SchedulerNumber, GroupNumber)):
         raise SaveError(f"reads {number.what} after a call that sets it, which a file cannot name")
     return number.what, source
+
+
+def _load_late(what: Any, source: Any) -> LateNumber:
+    if not isinstance(what, str) or not isinstance(source, (SchedulerNumber, GroupNumber)):
+        raise LoadError("reads a number that no call sets: damaged")
+    return LateNumber(what, source.now)
 
 
 def _save_group_number(names: Names, number: GroupNumber) -> tuple[Any, ...]:
@@ -215,10 +257,10 @@ def _save_group_number(names: Names, number: GroupNumber) -> tuple[Any, ...]:
 
 
 def _load_group_number(optimizer: Any, group: Any, name: Any, index: Any) -> GroupNumber:
-    try:
-        found = optimizer.param_groups[group]
-    except (AttributeError, LookupError, TypeError):
-        raise LoadError("reads a parameter group that is not there") from None
+    groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else []
+    if type(group) is not int or not 0 <= group < len(groups):
+        raise LoadError("reads a parameter group that is not there")
+    found = groups[group]
     return GroupNumber(*checked(GroupNumber, (found, name, index)))
 
 
@@ -243,30 +285,30 @@ def _load_printed(form: Any, stream: Any) -> Printed:
     return Printed(*checked(Printed, (form, stream and _stream(stream)[0], "prints")))
 
 
-def _check_call(form: Any, keywords: Iterable[str]) -> None:
-    """Raise `LoadError` for arguments by other names than `keywords`."""
-    try:
-        args, named = pytree.tree_unflatten([None] * len(form.leaves), form.spec)
-        known = type(args) is tuple and named.keys() <= {*keywords}
-    except Exception:
-        known = False
-    if not known:
-        raise LoadError("makes a call with arguments that it does not take: damaged")
+def _check_call(form: Any, keywords: Sequence[str]) -> tuple[int, frozenset[str]]:
+    """The number of positional arguments and the other names; raises `LoadError` for names beside `keywords`."""
+    if not isinstance(form, ArgumentForm):
+        raise LoadError("makes a call without arguments: damaged")
+    args, named = check_form(form, keywords, LoadError)
+    return len(args), frozenset(named)
 
 
-def _save_warned(warned: Warned) -> tuple[Any, ...]:
+def _save_warned(warned: Warned, codes: CodePlaces) -> tuple[Any, ...]:
     name = warned.category.__name__
     if _WARNINGS.get(name) is not warned.category:
         raise SaveError(f"warns by `{name}`, a class that is not Python's own: use one that is")
-    return name, warned.file, warned.line, warned.module, warned.form
+    return name, codes.name(warned.file, warned.line), warned.form
 
 
-def _load_warned(name: Any, *values: Any) -> Warned:
-    _check_call(values[-1], ())
-    return Warned(*checked(Warned, (_WARNINGS.get(name), *values, "warns", {})))
+def _load_warned(codes: CodePlaces, name: Any, where: Any, form: Any) -> Warned:
+    _check_call(form, ())
+    line = codes.line(*where)
+    shown: dict[str, Any] = {}
+    found = _WARNINGS.get(name), line.file, line.line, line.module, form, "warns", shown
+    return Warned(*checked(Warned, found))
 
 
-def _forms_of_loggers(names: Names) -> list[Form]:
+def _forms_of_loggers(names: Names, codes: CodePlaces) -> list[Form]:
     def save(logger: Any) -> str:
         if not names.reaches_logger(logger.name):
             raise SaveError(
@@ -276,12 +318,16 @@ def _forms_of_loggers(names: Names) -> list[Form]:
         return str(logger.name)
 
     def save_logged(logged: Logged) -> tuple[Any, ...]:
-        where = logged.file, logged.line, logged.function
-        return save(logged.logger), logged.level, *where, logged.form
+        _check_level(logged.level, SaveError)
+        where = codes.name(logged.file, logged.line, logged.function)
+        return save(logged.logger), logged.level, where, logged.form
 
-    def load_logged(name: Any, *values: Any) -> Logged:
-        _check_call(values[-1], ("extra",))
-        return Logged(*checked(Logged, (names.logger(name), *values, "logs")))
+    def load_logged(name: Any, level: Any, where: Any, form: Any) -> Logged:
+        _check_call(form, ("extra",))
+        _check_level(level, LoadError)
+        line = codes.line(*where)
+        found = names.logger(name), level, line.file, line.line, line.function, form, "logs"
+        return Logged(*checked(Logged, found))
 
     return [
         Form(Logged, save_logged, load_logged),
@@ -291,6 +337,14 @@ def _forms_of_loggers(names: Names) -> list[Form]:
             lambda name, level: SilentFact(*checked(SilentFact, (names.logger(name), level))),
         ),
     ]
+
+
+def _check_level(level: Any, kind: type[FunctionalizeError]) -> None:
+    """Raise an error of this kind for a level that `logging` has no name for."""
+    if type(level) is not int or level not in logging.getLevelNamesMapping().values():
+        raise kind(
+            f"logs at the level {level!r:.40}, which has no name here: add it by `logging.addLevelName`"
+        )
 
 
 # -- schedulers ------------------------------------------------------------------------------------
@@ -311,10 +365,29 @@ def _step_of(kind: type) -> Any:
 
 def _load_stepped(scheduler: Any, at: Any, form: Any) -> SchedulerStepped:
     kinds = type(scheduler).__mro__
-    original = _step_of(kinds[at]) if type(at) is int and 0 <= at < len(kinds) else None
-    if not isinstance(original, FunctionType):
+    of = kinds[at] if type(at) is int and 0 <= at < len(kinds) else object
+    original = _step_of(of) if of in set(stepping_classes()) else None  # never one of the user's
+    if not isinstance(scheduler, LRScheduler) or not isinstance(original, FunctionType):
         raise LoadError("steps a scheduler by a function that its class does not have")
-    _check_call(form, ("epoch", "metrics"))
+    count, names = _check_call(form, ("epoch", "metrics"))
+    has_epoch = "epoch" in names or count > isinstance(scheduler, ReduceLROnPlateau)
+    if has_epoch and not isinstance(scheduler, CosineAnnealingWarmRestarts):
+        raise LoadError("steps a scheduler with an epoch: damaged")
     return SchedulerStepped(
         *checked(SchedulerStepped, (scheduler, original, form, "steps a scheduler"))
     )
+
+
+def _is_number_of_scheduler(number: SchedulerNumber) -> bool:
+    return number.kind in NUMBER_DTYPES and (number.index is None or number.name == LAST)
+
+
+def _sets_a_number(effect: SchedulerAssigned) -> bool:
+    """Whether a scheduler has a number there, as where a step is recorded."""
+    return type(vars_of(effect.scheduler).get(effect.name)) in NUMBER_DTYPES
+
+
+def _sets_a_hyperparameter(effect: HyperparameterSet) -> bool:
+    _, group, name = effect.key
+    groups = effect.optimizer.param_groups
+    return 0 <= group < len(groups) and is_liftable(groups[group].get(name))

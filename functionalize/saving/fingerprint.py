@@ -101,11 +101,17 @@ def _has_device(kind: str) -> bool:
 # -- code ------------------------------------------------------------------------------------------
 
 
+def reached_functions(roots: Roots) -> Iterator[types.FunctionType]:
+    """The user's functions that the step reaches, and the methods of modules; some of them twice."""
+    yield from roots.functions
+    yield from _methods(roots)
+
+
 def _code(roots: Roots) -> dict[str, str]:
     """A digest per name of a function; functions of one name (lambdas) are digested together."""
     found: dict[str, list[str]] = {}
     seen: set[int] = set()
-    for fn in (*roots.functions, *_methods(roots)):
+    for fn in reached_functions(roots):
         if id(fn.__code__) in seen or is_generated(fn.__code__) or not is_users(fn.__module__):
             continue
         seen.add(id(fn.__code__))

@@ -29,7 +29,7 @@ from functionalize.saving.object_names import Names
 from functionalize.state import sources
 from functionalize.state import step_guards as guards
 from functionalize.state.alias_guard import SharedGuard
-from functionalize.state.hyperparameters import HyperparameterNumber, HyperparameterSet
+from functionalize.state.hyperparameters import HyperparameterNumber
 from functionalize.state.mode_guard import ModeGuard
 from functionalize.state.tensor_attributes import ArgumentAttributes
 from functionalize.walk.parts import Held, MovedPlace
@@ -50,7 +50,6 @@ _PLAIN = (
     guards.MetadataGuard,
     guards.SlotGuard,
     HyperparameterNumber,
-    HyperparameterSet,
     SharedGuard,
     sources.Gradient,
     sources.GroupTensor,

@@ -44,10 +44,11 @@ from functionalize.program.known_types import Types
 from functionalize.program.program import Program
 from functionalize.program.program_file import Reader, Runner, Writer, check_replays
 from functionalize.run import RUNNERS
-from functionalize.saving.effect_codecs import NAMED_EFFECTS, check_constants
+from functionalize.saving.effect_codecs import NAMED_EFFECTS
 from functionalize.saving.fingerprint import fingerprint, mismatch, world
 from functionalize.saving.live_types import LiveTypes
 from functionalize.saving.object_names import Names, check_order
+from functionalize.saving.saved_calls import check_calls
 from functionalize.saving.saved_groups import describe, names_here
 from functionalize.saving.step_codecs import Gone, forms
 from functionalize.state.hyperparameters import Key
@@ -173,8 +174,7 @@ def _write_program(writer: Writer, key: Hashable, cached: CachedProgram, number:
             raise SaveError(
                 f"{effect.what}, a call that a replay makes again and a file cannot name: make it outside of the step"
             )
-    if cached.python_effects:
-        check_constants(cached.recorded or cached.program, SaveError)
+    _check_calls(cached, cached.recorded or cached.program, SaveError)
     return {
         "program": writer.program(cached.recorded or cached.program, f"program_{number}"),
         "key": value(key, "the arguments"),
@@ -303,7 +303,11 @@ def _read(
 def _read_class(
     reader: Reader[Program], code: Json, programs: Sequence[tuple[Hashable, CachedProgram]]
 ) -> LengthClass:
-    group = read_class(reader, code, *programs[code["latest"]])
+    latest = programs[code["latest"]]
+    group = read_class(reader, code, *latest)
+    for each in (group.template, *(each.template for each in group.passed)):
+        if each is not None:
+            _check_calls(latest[1], each.reference, LoadError)
     for at in code["programs"]:
         programs[at][1].group = group
     return group
@@ -331,8 +335,6 @@ def _read_program(reader: Reader[Program], code: Json) -> tuple[Hashable, Cached
         "dropped": value(code["dropped"]),
         "python_effects": value(code["python effects"]),
     }
-    if fields["python_effects"]:
-        check_constants(program, LoadError)
     signature, issued = value(code["signature"]), code["issued"]
     if signature is not None and not isinstance(signature, Signature):
         raise LoadError("has an op stream that is none: damaged")
@@ -346,9 +348,19 @@ def _read_program(reader: Reader[Program], code: Json) -> tuple[Hashable, Cached
         fingerprints=fingerprints,
         **fields_checked(CachedProgram, fields),
     )
+    if not all(isinstance(each, NAMED_EFFECTS) for each in cached.python_effects):
+        raise LoadError("repeats what is no effect of a step: damaged")
+    _check_calls(cached, program, LoadError)
     key = value(code["key"])
     hash(key)
     return key, cached
+
+
+def _check_calls(
+    cached: CachedProgram, program: Program, kind: type[SaveError] | type[LoadError]
+) -> None:
+    """Raise an error of this kind if a program does not return what its effects take."""
+    check_calls(program, cached.python_effects, len(cached.slots), kind)
 
 
 def _together(path: Path, part: Callable[[], Any]) -> Any:

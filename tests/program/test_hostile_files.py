@@ -27,6 +27,7 @@ from functionalize.errors import LoadError
 from functionalize.program import callable_ops
 from functionalize.program.field_types import checked
 from functionalize.program.known_types import Types
+from functionalize.program.text_formats import check_spec, check_template
 from functionalize.util import structure
 from tests.program import hostile
 
@@ -188,6 +189,16 @@ def a_format(content: Json) -> None:
     call[2:5] = [{"function": "format"}, [1, "999999999999d"], {}]
 
 
+def a_format_that_is_none(content: Json) -> None:
+    call = first_call(content)
+    call[2:5] = [{"function": "format"}, [1, "!!"], {}]
+
+
+def a_place_to_round_to(content: Json) -> None:
+    call = first_call(content)
+    call[2:5] = [{"function": "round"}, [1, -(10**10)], {}]
+
+
 def a_large_integer(content: Json) -> None:
     first_call(content)[3] = [10**400]
 
@@ -225,6 +236,8 @@ HOSTILE: dict[str, tuple[Callable[[Json], None], str]] = {
         (a_value_doubled_often, "holds a value that contains itself too often"),
         (a_power, "computes a number that is too large"),
         (a_format, "prints a number in a format"),
+        (a_format_that_is_none, "prints a number in a format"),
+        (a_place_to_round_to, "computes a number that is too large"),
         (a_large_integer, "holds a number that no program has"),
         (python_objects, "holds an array that is none"),
     )
@@ -453,6 +466,59 @@ def test_a_field_is_of_its_annotated_type() -> None:
             checked(Local, values)
     with pytest.raises(LoadError, match="has a Local of 2 fields"):
         checked(Local, right[:2])
+
+
+# -- formats ---------------------------------------------------------------------------------------
+
+
+def test_formats_that_steps_have_are_those_that_files_may_have() -> None:
+    known = (
+        "",
+        "8d",
+        ">8.3f",
+        "0>5",
+        "*^9",
+        "+.2e",
+        ",",
+        ",.2f",
+        "_d",
+        "#x",
+        "05d",
+        "%",
+        ".1%",
+        "n",
+    )
+    for spec in known:
+        check_spec(spec, LoadError)
+        assert format(1.0 if "f" in spec or "e" in spec or "%" in spec else 1, spec)
+    for spec in ("1000d", ".1000f", "0000000999999d", "٩٩٩٩d", "!", "8q", "8d ", 8, None):
+        with pytest.raises(LoadError, match="prints a number in a format"):
+            check_spec(spec, LoadError)
+
+
+def test_templates_that_steps_have_are_those_that_files_may_have() -> None:
+    known: tuple[tuple[str, Any], ...] = (
+        ("100000 steps", ()),
+        ("%d of 100000: %-8.3f%%", (1, 1)),
+        ("%+05d %s %r %c", (1, "a", "b", 1)),
+        ("%(a)s %(b)5d", {"a": "x", "b": 1}),
+    )
+    for template, args in known:
+        made = template % args
+        assert check_template(template, args, LoadError, 10_000) >= len(made)
+    wrong: tuple[tuple[Any, Any], ...] = (
+        *(("%1000d", (1,)), ("%.1000f", (1,)), ("%*d", (5, 1)), ("%-01000d", (1,))),
+        *(("%d", ()), ("%d", (1, 1)), ("%d", ("a",)), ("%y", (1,)), ("%", (1,)), ("%(a)s", (1,))),
+        *(
+            ("%(b)s", {"a": 1}),
+            ("%s" * 1000, ("x" * 100,) * 1000),
+            ("%(a)s" * 99, {"a": "x" * 999}),
+        ),
+        (None, ()),
+    )
+    for template, args in wrong:
+        with pytest.raises(LoadError):
+            check_template(template, args, LoadError, 10_000)
 
 
 # -- sizes -----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,12 @@ def prints(loop: Loop, loss: Tensor) -> None:
 def logs(loop: Loop, loss: Tensor) -> None:
     log.warning("step %d: %s", loop.n, loss.item(), extra={"at": loop.n})
     log.debug("not logged: %s", loss.item())
+
+
+def says(loop: Loop, loss: Tensor) -> None:
+    log.warning("loss %6d %s", loop.n, "abc", extra={"at": loop.n})
+    print("n %7d" % loop.n, f"{loop.n:8d}", sep="|", end="$\n")  # noqa: UP031
+    warnings.warn(f"step {loop.n}", RuntimeWarning)  # noqa: B028
 
 
 def schedules(loop: Loop, loss: Tensor) -> None:
