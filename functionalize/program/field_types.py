@@ -4,8 +4,8 @@
     checked(InputView, ("0", geometry))     LoadError: it has an InputView whose `input` is no int
 
 Invariant: every annotation that can be evaluated is checked, containers part by part. A protocol is fulfilled by an
-object whose class has its methods; an annotation of another kind (a type variable, a name imported for type checkers
-only) allows everything.
+object whose class has its methods, one of ours by an object of ours alone (a file names objects of the user's, too); an
+annotation of another kind (a type variable, a name imported for type checkers only) allows everything.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from functionalize.errors import LoadError
 from functionalize.util.annotations import annotations_of
 
 Check = Callable[[Any], bool]
+_OURS = "functionalize."
 
 
 def checked(kind: Any, values: Sequence[Any]) -> Sequence[Any]:
@@ -105,7 +106,11 @@ def _check(annotation: Any) -> Check:
         return lambda value: True
     if getattr(annotation, "_is_protocol", False):
         needed = [n for n, _ in inspect.getmembers(annotation, callable) if not n.startswith("_")]
-        return lambda value: all(hasattr(type(value), name) for name in needed)
+        is_ours = annotation.__module__.startswith(_OURS)
+        return lambda value: (
+            all(hasattr(type(value), name) for name in needed)
+            and (not is_ours or type(value).__module__.startswith(_OURS))
+        )
     if annotation is float:
         return lambda value: isinstance(value, (int, float))
     if annotation is int:

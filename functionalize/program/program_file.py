@@ -90,6 +90,11 @@ _GROWING = (operator.pow, operator.lshift, round)
 _MOST = 2**12
 
 
+def _scalar_input(source: Any, name: Any, hint: Any) -> numbers.ScalarInput:
+    _require(_is_ours(source, "resolve"), "a number from nowhere")
+    return numbers.ScalarInput(*checked(numbers.ScalarInput, (source, name, hint)))
+
+
 def _wrapped(*values: Any) -> outputs.Wrapped:
     kind, inner, *_ = checked(outputs.Wrapped, values)
     if not is_traceable_wrapper_subclass_type(kind):
@@ -134,7 +139,6 @@ FORMS: tuple[Form, ...] = (
             guards.ValueGuard,
             inputs.InputSpec,
             inputs.WholeStorage,
-            numbers.ScalarInput,
             ops.Geometry,
             outputs.Constant,
             outputs.InputView,
@@ -147,6 +151,7 @@ FORMS: tuple[Form, ...] = (
         ),
     ),
     Form(numbers.Applied, _APPLIED.save, _applied, _parts),
+    Form(numbers.ScalarInput, plain_form(numbers.ScalarInput).save, _scalar_input),
     attribute_form(inputs.Argument, 1),
     Form(outputs.Wrapped, plain_form(outputs.Wrapped).save, _wrapped),
     plain_form(_SHAPE),

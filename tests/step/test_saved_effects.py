@@ -544,7 +544,7 @@ class OwnLoop(Loop):
         self.model = Own(3, 2)
 
 
-@pytest.mark.parametrize("kind", ["effect", "source", "guard", "late", "text"])
+@pytest.mark.parametrize("kind", ["effect", "source", "guard", "late", "text", "number"])
 def test_a_file_calls_no_method_of_the_users(kind: str, tmp_path: Path) -> None:
     """The objects that a file names as the live step's own are data where it puts them."""
     path = tmp_path / "step.fzp"
@@ -566,6 +566,8 @@ def test_a_file_calls_no_method_of_the_users(kind: str, tmp_path: Path) -> None:
             records(content, "InputSpec")[0]["with"][4] = live
         elif kind == "late":
             records(content, "LateNumber")[0]["with"][1] = live
+        elif kind == "number":
+            records(content, "ScalarInput")[0]["with"][0] = live
         elif kind == "text":
             content["programs"][0]["records"].append(
                 {"is": "TextPart", "with": [live, {"tuple": []}, "", None]}
@@ -575,7 +577,8 @@ def test_a_file_calls_no_method_of_the_users(kind: str, tmp_path: Path) -> None:
     ours = OwnLoop()
     ours.step(batch(0))
     with pytest.raises(
-        LoadError, match=r"nowhere|no guard|no call sets|no effect|formats no number"
+        LoadError,
+        match=r"nowhere|is a Own|`python_effects` is|no guard|no call sets|no effect|formats no number",
     ):
         fz.capture(ours.step).load(path)
 
