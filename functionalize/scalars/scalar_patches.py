@@ -187,7 +187,7 @@ def _converted(
     """What torch makes of an array, made of the tensor on its memory. copies: as `torch.tensor` does."""
     device, dtype = device or tensor.device, dtype or tensor.dtype
     if copies:
-        tensor = tensor.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
+        tensor = tensor.to(device, dtype, copy=True)  # with the strides of the array, if it is dense
         tensor = tensor.pin_memory() if pin_memory else tensor
         return tensor.requires_grad_() if requires_grad else tensor
     return tensor.to(device, dtype)

@@ -113,6 +113,43 @@ def test_arrays_of_every_kind_of_number(dtype):
         assert step.stats.replays >= 4
 
 
+def _strided(kind: str, i: int) -> Any:
+    array = np.random.default_rng(i).normal(size=(4, 6, 8))
+    kinds = {
+        "C": lambda: array,
+        "transposed": lambda: array.transpose(2, 0, 1),
+        "Fortran": lambda: np.asfortranarray(array),
+        "steps": lambda: array[:, ::2],
+        "of size 1": lambda: array[:1].T,
+        "of one column": lambda: array[:, 1],
+        "empty": lambda: array[:0].T,
+    }
+    return kinds[kind]()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.parametrize(
+    "kind", ["C", "transposed", "Fortran", "steps", "of size 1", "of one column", "empty"]
+)
+def test_a_tensor_of_an_array_has_the_strides_of_eager(kind, dtype):
+    """A copy keeps the strides of a dense array, as `torch.tensor` does."""
+
+    def fn(obs: Any) -> Any:
+        copied = torch.tensor(obs, dtype=dtype)
+        others = torch.as_tensor(obs, dtype=dtype), torch.from_numpy(obs)
+        made = (copied, *others)
+        strides = [x.stride() for x in made], [x.is_contiguous() for x in made]
+        return strides, copied, copied.square().sum() + sum(x.sum() for x in others)
+
+    for audit in ("auto", False):
+        step = fz.capture(fn, audit=audit)
+        for i in range(8):
+            found, expected = step(_strided(kind, i)), fn(_strided(kind, i))
+            assert found[0] == expected[0] and bits(found[1:]) == bits(expected[1:])
+            assert found[1].stride() == expected[1].stride()
+        assert step.stats.replays >= 4
+
+
 def test_arrays_in_a_dict_and_by_keyword():
     def fn(batch: Any, n: int, *, mask: Any) -> Any:
         x = torch.as_tensor(batch["obs"], dtype=torch.float32)
