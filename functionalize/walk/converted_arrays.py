@@ -12,8 +12,8 @@ Invariant: the array is loaded nowhere but as the first argument of `torch.as_te
 `torch.from_numpy`, called by that name, or as an argument of a function of which the same holds; instructions that are
 not known end the search without a find. A name that is assigned again counts until the assignment, if no jump and no
 exception passes it by. The functions are found again at each call (`Conversions.hold`).
-Refusals, as constants: arrays that cannot be written or whose memory is not numpy's own, and two arrays on one memory:
-a write to one tensor would be read through the other.
+Refusals, as constants: two arrays on one memory, and an array on the memory of a tensor that something else holds
+(`weight.numpy()`): a write to one tensor would be read through the other.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from functionalize._compat.dispatch import count_references
 from functionalize.util.bytecode import Step, read
-from functionalize.util.reading import table_of
+from functionalize.util.reading import is_a, table_of
 
 CONVERTERS = frozenset({"as_tensor", "tensor", "from_numpy"})
 _FRAMES = frozenset(
@@ -379,11 +380,9 @@ def with_tensors(
             value = value.get(each.key) if type(value) is dict else None
         if type(value) is numpy.ndarray:
             places.append((each, value))
-    owners = [_owner(array) for _, array in places]
     new, others = list(args), dict(kwargs)
-    for (each, array), owner in zip(places, owners, strict=True):
-        shared = sum(owner is another for another in owners) > 1
-        tensor = None if owner is None or shared else _on_memory(array)
+    for each, array in _apart(places):
+        tensor = _on_memory(array)
         if tensor is None:
             continue
         at = names.get(each.parameter, len(args))
@@ -393,23 +392,62 @@ def with_tensors(
     return tuple(new), others
 
 
-def _owner(array: Any) -> Any:
-    """The array that owns the memory; None: something else does, or nobody may write it."""
-    if not array.flags.writeable:
-        return None
-    kind = type(array)
-    while type(array.base) is kind:
-        array = array.base
-    return array if array.base is None else None
+def _apart(places: Sequence[tuple[ConvertedArray, Any]]) -> list[tuple[ConvertedArray, Any]]:
+    """Those of which no other one, and no tensor that anyone holds, has the memory."""
+    overlap = sys.modules["numpy"].may_share_memory
+    roots = [_root(array) for _, array in places]
+    tensors = {id(root): root for root in roots if is_a(root, Tensor)}
+    storages = [root.untyped_storage()._cdata for root in tensors.values()]
+    found = []
+    for at, (place, root) in enumerate(zip(places, roots, strict=True)):
+        if type(root).__name__ == "PyCapsule":  # of DLPack: a tensor, perhaps
+            continue
+        if is_a(root, Tensor):
+            storage = root.untyped_storage()
+            if count_references(storage) > storages.count(storage._cdata) + 1:  # and `storage`
+                continue
+        rest = (array for i, (_, array) in enumerate(places) if i != at)
+        if not any(overlap(place[1], array) for array in rest):
+            found.append(place)
+    return found
+
+
+def _root(array: Any) -> Any:
+    """What the memory of an array belongs to: the outermost array, a tensor, a map of a file."""
+    while True:
+        kind: Any = type(array)
+        if is_a(array, sys.modules["numpy"].ndarray) or kind.__name__ == "DummyArray":
+            below = array.base
+        else:
+            below = array.obj if kind is memoryview else None
+        if below is None:
+            return array
+        array = below
 
 
 def _on_memory(array: Any) -> Tensor | None:
     try:
-        tensor = torch.from_numpy(array)
+        tensor = torch.from_numpy(array if array.flags.writeable else _writable(array))
     except (TypeError, ValueError):  # objects, texts; strides that are negative
         return None
     setattr(tensor, _ARRAY, array)
     return tensor
+
+
+class _Memory:
+    """Memory for numpy. array: keeps it alive."""
+
+    def __init__(self, array: Any) -> None:
+        at, _ = array.__array_interface__["data"]
+        self.array, self.__array_interface__ = array, {
+            **array.__array_interface__,
+            "data": (at, False),
+        }
+
+
+def _writable(array: Any) -> Any:
+    """The same memory: torch warns once of an array that may not be written, and makes the same tensor of it."""
+    return sys.modules["numpy"].asarray(_Memory(array))
 
 
 def array_of(leaf: Any) -> Any:

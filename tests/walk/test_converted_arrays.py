@@ -472,12 +472,83 @@ def test_arrays_that_share_memory_are_constants():
     assert not step.stats.replays
 
 
+def test_parts_of_one_array_that_do_not_overlap_are_inputs():
+    step = fz.capture(_two, audit=False)
+    for i in range(8):
+        memory, twin = _array(i), _array(i)
+        assert bits(step(memory[:1], memory[1:])) == bits(_two(twin[:1], twin[1:]))
+        assert memory.tolist() == twin.tolist()
+    assert step.stats.replays >= 5
+
+
+def _read_only(i: int) -> Any:
+    array = _array(i)
+    array.flags.writeable = False
+    return array
+
+
+def _mapped(i: int) -> Any:
+    return np.frombuffer(_array(i).tobytes()).reshape(3, 4)
+
+
+MEMORIES = {
+    "read-only": _read_only,
+    "bytes": _mapped,
+    "bytearray": lambda i: np.frombuffer(bytearray(_array(i).tobytes())).reshape(3, 4),
+    "broadcast": lambda i: np.broadcast_to(_array(i)[0], (3, 4)),
+    "strided": lambda i: np.lib.stride_tricks.as_strided(_array(i), (3, 4), (32, 8)),
+    "tensor.numpy()": lambda i: torch.from_numpy(_array(i)).clone().numpy(),
+    "part of a tensor": lambda i: torch.from_numpy(_array(i)).repeat(2, 1)[1:4].numpy(),
+    "np.asarray(tensor)": lambda i: np.asarray(torch.from_numpy(_array(i)).clone()),
+}
+_MAY_BE_WRITTEN = ("bytearray", "strided", "tensor.numpy()", "part of a tensor")
+
+
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-def test_arrays_of_other_memory_are_constants():
+@pytest.mark.parametrize("name", MEMORIES)
+def test_arrays_of_other_memory_are_inputs(name):
+    for fn in (from_numpy, copied, *((written,) if name in _MAY_BE_WRITTEN else ())):
+        step = fz.capture(fn, audit=False)
+        assert _results(step, MEMORIES[name], 8) == _results(fn, MEMORIES[name], 8)
+        assert step.stats.captures == 1 and step.stats.replays >= 5
+
+
+def test_two_arrays_of_parts_of_one_tensor():
+    def make(i: int) -> list[Any]:
+        whole = torch.from_numpy(_array(i)).clone()
+        return [whole[:1].numpy(), whole[1:].numpy()]
+
+    step = fz.capture(_two, audit=False)
+    for i in range(8):
+        arrays, twins = make(i), make(i)
+        assert bits(step(*arrays)) == bits(_two(*twins))
+        assert arrays[0].tolist() == twins[0].tolist()
+    assert step.stats.replays >= 5
+
+
+def test_an_array_on_the_memory_of_a_parameter_that_the_step_writes():
+    """Eager reads what it has written: the array is a constant."""
+
+    def train(model: nn.Linear, obs: Any) -> Any:
+        x = torch.as_tensor(obs)
+        with torch.no_grad():
+            model.weight += 1
+        return (x * 2).sum()
+
+    for of in (lambda t: t.numpy(), lambda t: t[:1].numpy(), np.from_dlpack):
+        model, twin = nn.Linear(3, 2), nn.Linear(3, 2)
+        twin.load_state_dict(model.state_dict())
+        step = fz.capture(lambda obs, model=model: train(model, obs), audit=False)
+        for _ in range(8):
+            array, other = of(model.weight.detach()), of(twin.weight.detach())
+            assert bits(step(array)) == bits(train(twin, other))
+        assert torch.equal(model.weight, twin.weight)
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_an_array_on_the_memory_of_a_tensor_is_a_constant():
     weight = torch.ones(3, 4, dtype=torch.float64)
     step = fz.capture(from_numpy, audit=False)
-    frozen = _array(0)
-    frozen.flags.writeable = False
-    for array in (weight.numpy(), frozen, _array(0)[::-1][::-1]):
+    for array in (weight.numpy(), weight[:2].numpy(), np.from_dlpack(weight)):
         for _ in range(4):
             assert bits(step(array)) == bits(from_numpy(array))
