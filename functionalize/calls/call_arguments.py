@@ -26,6 +26,7 @@ from functionalize.calls.call_log import CallRecorder
 from functionalize.calls.late_numbers import is_late, late_value
 from functionalize.scalars.live_scalars import as_live, is_live, left_behind
 from functionalize.scalars.live_text import Formatted, Template, taken
+from functionalize.util.structure import of_leaves
 from functionalize.util.text import with_article
 
 _CONSTANTS = frozenset(
@@ -106,7 +107,7 @@ class ArgumentForm:
         """The arguments, with the numbers and tensors of a replay. values: one for each leaf."""
         pairs = zip(self.leaves, values, strict=True)
         leaves = [value if leaf is None else leaf.filled(value) for leaf, value in pairs]
-        args, keywords = pytree.tree_unflatten(leaves, self.spec)
+        args, keywords = of_leaves(leaves, self.spec)
         return args, keywords
 
 
@@ -168,9 +169,7 @@ class CallArguments:
                 values.append(None)
             else:
                 return with_article(type(leaf).__name__)
-        return CallArguments(
-            ArgumentForm(spec, tuple(leaves)), values, pytree.tree_unflatten(plain, spec)
-        )
+        return CallArguments(ArgumentForm(spec, tuple(leaves)), values, of_leaves(plain, spec))
 
 
 def _place(path: Any, first: int) -> int | str:

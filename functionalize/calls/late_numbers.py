@@ -21,7 +21,7 @@ from functionalize.ir.guards import NumberGuard
 from functionalize.ir.inputs import Call
 from functionalize.ir.scalars import Applied, ScalarInput, bottom_up, evaluated
 from functionalize.scalars.live_scalars import is_live
-from functionalize.util.structure import with_others
+from functionalize.util.structure import of_leaves, with_others
 from functionalize.util.user_stack import line_of
 
 
@@ -110,7 +110,7 @@ def with_late_values(result: Any, effects: Effects) -> tuple[Any, list[tuple[Any
         if after is None:
             return result, list(effects)
         found.insert(after + 1, (LateRead(leaf), None))
-    return pytree.tree_unflatten(leaves, spec), found
+    return of_leaves(leaves, spec), found
 
 
 def reads_late(effects: Iterable[Any]) -> bool:

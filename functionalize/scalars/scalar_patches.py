@@ -187,7 +187,7 @@ def _converted(
     """What torch makes of an array, made of the tensor on its memory. copies: as `torch.tensor` does."""
     device, dtype = device or tensor.device, dtype or tensor.dtype
     if copies:
-        tensor = tensor.to(device, dtype, copy=True)  # with the strides of the array, if it is dense
+        tensor = tensor.to(device, dtype, copy=True)  # with the strides of a dense array
         tensor = tensor.pin_memory() if pin_memory else tensor
         return tensor.requires_grad_() if requires_grad else tensor
     return tensor.to(device, dtype)
@@ -295,10 +295,24 @@ def _of_read_lengths(recorders: Callable[[], list[Any]], original: Any) -> Any:
                 if recorder.checks is not None:
                     what = f"{original.__name__}() gives a result whose size depends on data"
                     recorder.checks.sized_by(recorder, what)
+            if original.__name__ in _PACKS:
+                return original(*args, **kwargs)[0], _other_way(lengths)
         return original(*args, **kwargs)
 
     of_lengths.__name__, of_lengths.__doc__ = original.__name__, original.__doc__
     return of_lengths
+
+
+_PACKS = ("_pack_padded_sequence", "_pad_packed_sequence")
+
+
+def _other_way(lengths: torch.Tensor) -> torch.Tensor:
+    """Of the lengths of sequences how many are longer than 0, 1, ..., and of these numbers the lengths.
+
+    C++ fills such a tensor without an op, beside a result of what the step computes.
+    """
+    most = torch.arange(int(lengths[0].item()))
+    return (lengths > most.unsqueeze(1)).sum(1)
 
 
 def _as_float(value: Any) -> Any:

@@ -187,8 +187,7 @@ def _tuple_like(value: Any, were: Sequence[Any], elements: Sequence[Any]) -> Any
     """A tuple of the same type with these elements; the tuple itself if they are those that it has."""
     if were and all(a is b for a, b in zip(were, elements, strict=True)):
         return value
-    kind: Any = type(value)
-    return tuple(elements) if kind is tuple else kind._make(elements)
+    return tuple.__new__(type(value), elements)
 
 
 def one_object(values: Iterable[tuple[Any, Any]]) -> list[tuple[Where, Where]]:

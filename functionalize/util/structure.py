@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections import OrderedDict, UserDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache
+from collections import OrderedDict, UserDict, deque, namedtuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from types import FunctionType, MappingProxyType, MemberDescriptorType, NoneType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -55,13 +55,17 @@ def flatten(tree: Any, *, result: bool = False) -> tuple[list[Any], pytree.TreeS
 
     result: whether `tree` is the result of a step and not its arguments; more objects are then opened, see above.
     """
-    leaves, spec = pytree.tree_flatten(tree, is_leaf=_is_size if result else None)
+    stays = _is_size if result else None
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=stays)
+    if _has_open_tuples(spec):
+        stays = partial(_stays, _is_size if result else _is_nothing)
+        leaves, spec = pytree.tree_flatten(tree, is_leaf=stays)
     if all(type(leaf) in _CLOSED for leaf in leaves):
         return leaves, spec
     opened = [_opened(leaf, result, frozenset()) for leaf in leaves]
     if any(type(leaf) is Opened for leaf in opened):
-        tree = pytree.tree_unflatten(opened, spec)
-        return pytree.tree_flatten(tree, is_leaf=_is_size if result else None)
+        tree = of_leaves(opened, spec)
+        return pytree.tree_flatten(tree, is_leaf=stays)
     return leaves, spec
 
 
@@ -72,6 +76,22 @@ def are_leaves(values: Iterable[Any]) -> bool:
 
 def _is_size(value: Any) -> bool:
     return type(value) is torch.Size  # pytree makes a tuple of it
+
+
+def _has_open_tuples(spec: pytree.TreeSpec) -> bool:
+    """Whether there is a named tuple of a class whose instances may have attributes beside their elements."""
+    if spec.type is namedtuple and spec.context.__dictoffset__:
+        return True
+    return not spec.is_leaf() and any(map(_has_open_tuples, spec.children()))
+
+
+def _stays(is_leaf: Callable[[Any], bool], value: Any) -> bool:
+    """Whether pytree does not open a value, which would drop the attributes of a named tuple."""
+    return is_leaf(value) or (is_a(value, tuple) and bool(table_of(value)))
+
+
+def _is_nothing(value: Any) -> bool:
+    return False
 
 
 def with_others(tree: Any, others: Mapping[int, Any]) -> Any:
@@ -99,7 +119,7 @@ def _with_others(value: Any, others: Mapping[int, Any], memo: dict[int, Any]) ->
         is_plain = kind is tuple or hasattr(kind, "_make")
         if is_same or not is_plain:
             return value
-        memo[id(value)] = made = tuple(found) if kind is tuple else kind._make(found)
+        memo[id(value)] = made = tuple.__new__(kind, found)
         return made
     memo[id(value)] = value
     if issubclass(kind, (list, deque, dict)):
@@ -119,8 +139,31 @@ def _with_others(value: Any, others: Mapping[int, Any], memo: dict[int, Any]) ->
 
 def unflatten(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
     """The inverse of `flatten`: opened objects are created without calling their `__init__`."""
-    tree = pytree.tree_unflatten(leaves, spec)
+    tree = of_leaves(leaves, spec)
     return tree.joined() if type(tree) is Joined else tree
+
+
+def of_leaves(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
+    """What `pytree.tree_unflatten` makes, but named tuples without the `__new__` of their class."""
+    if len(leaves) != spec.num_leaves:
+        raise ValueError(f"{len(leaves)} leaves of a structure that has {spec.num_leaves}")
+    return _made_of(iter(leaves), spec)
+
+
+def _made_of(leaves: Iterator[Any], spec: pytree.TreeSpec) -> Any:
+    if spec.is_leaf():
+        return next(leaves)
+    return _node([_made_of(leaves, child) for child in spec.children()], spec)
+
+
+def _node(children: list[Any], spec: pytree.TreeSpec) -> Any:
+    """A container of that structure around its children.
+
+    `PackedSequence.__new__`, and one that a user writes, may take other arguments than the elements, and reads them.
+    """
+    if spec.type is namedtuple:
+        return tuple.__new__(spec.context, children)
+    return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(children, spec.context)
 
 
 def rebuilder(spec: pytree.TreeSpec) -> Callable[[list[Any]], Any]:
@@ -171,7 +214,7 @@ def sketch(spec: pytree.TreeSpec) -> Any:
         return children[0]
     if spec.type is Opened:
         return Opened(spec.context, children)
-    return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(children, spec.context)
+    return _node(children, spec)
 
 
 def holds_tensors(leaf: Any) -> bool:
@@ -330,7 +373,7 @@ def _with(value: Any, keys: Any, inner: Any) -> Any:
     kind: Any = type(value)
     if issubclass(kind, tuple):
         elements = [*value[:key], now, *value[key + 1 :]]
-        return tuple(elements) if kind is tuple else kind._make(elements)
+        return tuple.__new__(kind, elements)
     if issubclass(kind, (list, deque, dict)):
         value[key] = now
     else:
@@ -397,7 +440,8 @@ def _opened_function(function: FunctionType, above: frozenset[int]) -> Any:
 def _opened_inside(value: Any, result: bool, above: frozenset[int]) -> Any:
     if _is_flat(value):
         return value
-    return pytree.tree_map(lambda leaf: _opened(leaf, result, above), value, is_leaf=_is_size)
+    leaves, spec = pytree.tree_flatten(value, is_leaf=_is_size)
+    return of_leaves([_opened(leaf, result, above) for leaf in leaves], spec)
 
 
 def _is_flat(value: Any) -> bool:
@@ -546,5 +590,5 @@ def _keys_of(spec: pytree.TreeSpec, count: int) -> list[Any]:
     node = pytree.SUPPORTED_NODES[spec.type]
     if node.flatten_with_keys_fn is None:
         return [pytree.SequenceKey(i) for i in range(count)]
-    pairs, _ = node.flatten_with_keys_fn(node.unflatten_fn(list(range(count)), spec.context))
+    pairs, _ = node.flatten_with_keys_fn(_node(list(range(count)), spec))
     return [key for key, _ in pairs]

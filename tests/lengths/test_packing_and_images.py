@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import functionalize as fz
 from tests.fsdp.twins import bits
+from tests.scalars.bits import bits as bits_of
 from tests.step.twins import same_state
 
 pytestmark = pytest.mark.usefixtures("ample_allowance")
@@ -154,3 +156,109 @@ def test_images_whose_sizes_all_leave_one_remainder() -> None:
     stats = captured.stats
     assert stats.captures <= 5 + len(others) and stats.instances >= 10, stats
     assert "//4" in captured.programs[0].print_readable(print_output=False)
+
+
+# -- torch's packed sequences ----------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    """Of sequences of several lengths, as torch packs them."""
+
+    def __init__(self, kind: str, layer: bool) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4) if layer else nn.Identity()
+        self.rnn = getattr(nn, kind)(4, 4, batch_first=True)
+
+    def packed(self, x: Tensor, lengths: Any, is_sorted: bool) -> PackedSequence:
+        return pack_padded_sequence(
+            self.embed(x), lengths, batch_first=True, enforce_sorted=is_sorted
+        )
+
+    def loss(self, packed: PackedSequence) -> Tensor:
+        out, _ = self.rnn(packed)
+        padded, lengths = pad_packed_sequence(out, batch_first=True)
+        return padded.square().sum() + (padded.sum((1, 2)) / lengths).sum()
+
+
+def _sequences(i: int) -> Tensor:
+    return torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(i))
+
+
+def _trained_packed(model: Recurrent, step: Callable[..., Tensor], calls: Sequence[Any]) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def train(*batch: Any) -> Tensor:
+        loss = step(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    captured = fz.capture(train, on_uncapturable="raise")
+    states = [{k: v.clone() for k, v in model.state_dict().items()}]
+    for fn in (captured, train):
+        model.load_state_dict(states[0])
+        states.append([(bits_of(fn(*call)), bits_of(list(model.parameters()))) for call in calls])
+    assert states[1] == states[2]
+    return captured.stats
+
+
+LENGTHS = {
+    "list": ([5, 3, 2], True),
+    "tensor": (torch.tensor([5, 3, 3]), True),
+    "unsorted": ([2, 5, 3], False),
+    "unsorted tensor": (torch.tensor([2, 5, 5]), False),
+    "of one": ([1, 1, 1], True),
+}
+
+
+@pytest.mark.parametrize("layer", [False, True])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_packed_sequences_of_constant_lengths(name: str, kind: str, layer: bool) -> None:
+    """Also of what a layer has computed: the lengths follow from numbers of Python."""
+    given, is_sorted = LENGTHS[name]
+    model = Recurrent(kind, layer)
+
+    def step(x: Tensor) -> Tensor:
+        lengths = given.clone() if isinstance(given, Tensor) else given
+        return model.loss(model.packed(x, lengths, is_sorted))
+
+    stats = _trained_packed(model, step, [(_sequences(i),) for i in range(8)])
+    assert stats.replays >= 4
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_packed_sequences_of_lengths_that_are_arguments(is_sorted: bool) -> None:
+    """Calls of lengths that were not met before are recorded, and no other program stands for them."""
+    model = Recurrent("LSTM", True)
+
+    def step(x: Tensor, lengths: Tensor) -> Tensor:
+        return model.loss(model.packed(x, lengths, is_sorted))
+
+    met = [[5, 3, 2], [5, 4, 1]] if is_sorted else [[2, 5, 3], [4, 1, 5]]
+    calls = [(_sequences(i), torch.tensor(met[i // 2 % 2])) for i in range(24)]
+    assert _trained_packed(model, step, calls).replays >= 8
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_packed_sequence_as_an_argument(name: str) -> None:
+    """Its class makes one of other values than its elements: torch's, and one of the user."""
+    given, is_sorted = LENGTHS[name]
+    model = Recurrent("LSTM", False)
+    packed = [(model.packed(_sequences(i), given, is_sorted),) for i in range(8)]
+    assert _trained_packed(model, model.loss, packed).replays >= 4
+
+
+def test_a_packed_sequence_as_a_result() -> None:
+    def step(x: Tensor) -> PackedSequence:
+        return pack_padded_sequence(x * 2, [3, 2], batch_first=True)
+
+    captured = fz.capture(step, on_uncapturable="raise")
+    for i in range(8):
+        x = _sequences(i)[:2]
+        found, expected = captured(x), step(x)
+        assert type(found) is PackedSequence
+        assert bits_of(list(found[:2])) == bits_of(list(expected[:2]))
+        assert found.sorted_indices is found.unsorted_indices is None
+    assert captured.stats.replays >= 4

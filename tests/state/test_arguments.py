@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict, UserDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import is_
@@ -456,3 +456,33 @@ def test_positional_arguments_have_the_structure_that_pytree_finds(args: tuple[A
     expected, structure_found = structure.flatten((args, {}))
     assert spec == structure_found and all(map(is_, leaves, expected))
     assert len(leaves) == len(expected) and arguments.flatten(args, {"a": 1})[1] != spec
+
+
+class Counted(namedtuple("Counted", "x n")):
+    """A named tuple that is made of other values than its elements."""
+
+    def __new__(cls, x: Tensor) -> Counted:
+        return super().__new__(cls, x, len(x))
+
+
+def test_a_named_tuple_with_a_constructor_of_its_own() -> None:
+    def fn(batch: Any) -> Any:
+        return Counted(batch["pair"].x * batch["pair"].n), batch["pair"]
+
+    step = fz.capture(fn, on_uncapturable="raise")
+    for i in range(8):
+        batch = {"pair": Counted(torch.full((3,), float(i)))}
+        (made, same), (expected, _) = step(batch), fn(batch)
+        assert type(made) is type(same) is Counted and made.n == same.n == 3
+        assert torch.equal(made.x, expected.x) and torch.equal(same.x, batch["pair"].x)
+    assert step.stats.replays >= 4
+
+
+def test_attributes_of_a_named_tuple_are_no_part_of_its_structure() -> None:
+    """No program stands for calls with other ones."""
+    step = fz.capture(lambda pair: pair.x.sum() * pair.scale, audit=False, on_uncapturable="eager")
+    for i in range(12):
+        pair = Counted(torch.ones(3))
+        pair.scale = float(i)  # type: ignore[attr-defined]
+        assert step(pair) == 3 * i
+    assert not step.stats.replays
