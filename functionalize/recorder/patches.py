@@ -113,6 +113,7 @@ class Watcher(TorchDispatchMode):
     formulas: computes what eager does where torch does something else under a mode.
     steps_optimizers: whether an optimizer's `step` was called, which calls the global hooks of optimizers.
     arrays: by the ids of arrays among the arguments, the tensors on them that are inputs, see walk/converted_arrays.py.
+    other_arrays: the `OtherArrays` there, which are no inputs; None: there are none.
     """
 
     checks: Checks | None = None
@@ -120,6 +121,7 @@ class Watcher(TorchDispatchMode):
     module_calls: Any = None
     tape: TapeNotes | None = None
     arrays: Mapping[int, torch.Tensor] = MappingProxyType({})
+    other_arrays: Any = None
 
     def __init__(self) -> None:
         super().__init__()

@@ -173,7 +173,7 @@ class Recorder(Watcher):
                 return out
         record = self.tape.record(func)
         if func is _LIFT_FRESH and self.storages.info_of(args[0]) is None:
-            return self._literal(args[0])
+            return self._literal(args[0], record)
         checks = self.checks
         try:
             args, kwargs = self._begin(op, record, args, kwargs)
@@ -278,14 +278,17 @@ class Recorder(Watcher):
         with self.quiet():
             return self._stand_ins.stand_in(arg, self.storages)
 
-    def _literal(self, tensor: Tensor) -> Any:
+    def _literal(self, tensor: Tensor, record: OpRecord) -> Any:
         """`lift_fresh`: a tensor made from Python numbers, a constant of the program, which keeps a copy."""
         with disable_current_modes():
             contents = tensor.detach().clone()
         with self.quiet():
             out = _LIFT_FRESH(tensor)
             name = f"constant_{len(self.storages.externals)}"
-            self.storages.bring_in(out, name, literal=contents)
+            ref = self.storages.bring_in(out, name, literal=contents)
+        if self.other_arrays is not None:
+            with disable_current_modes():
+                self.other_arrays.note(ref.storage, contents, record.traceback)
         return out
 
     def describe(self, record: OpRecord) -> str:

@@ -34,6 +34,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -169,7 +170,11 @@ def _tensor_from_array(recorders: Callable[[], list[Any]], original: Any) -> Any
         found = (recorder.arrays.get(id(data)) for recorder in recorders())
         tensor = next((each for each in found if each is not None), None)
         if tensor is None:
-            return original(data, *args, **kwargs)
+            with ExitStack() as stack:
+                for recorder in recorders():
+                    if recorder.other_arrays is not None:
+                        stack.enter_context(recorder.other_arrays.converting(data))
+                return original(data, *args, **kwargs)
         return _converted(tensor.detach(), copies, *args, **kwargs)
 
     convert.__name__, convert.__doc__ = original.__name__, original.__doc__

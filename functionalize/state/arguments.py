@@ -20,6 +20,7 @@ from typing import Any
 from functionalize._compat.graphs import pytree
 from functionalize.errors import UncapturableError
 from functionalize.util import structure
+from functionalize.util.reading import is_a, table_of
 from functionalize.walk.converted_arrays import array_of
 
 
@@ -73,28 +74,36 @@ def leaf_names(fn: Callable[..., Any], spec: pytree.TreeSpec) -> list[str]:
 
     Without a signature, positional arguments are named `arg_0`, `arg_1`, ...
     """
+    names = []
+    for name, rest in _places(fn, spec):
+        keys = (getattr(k, "idx", getattr(k, "key", getattr(k, "name", k))) for k in rest)
+        names.append("_".join([name.replace("[", "_").rstrip("]"), *map(str, keys)]))
+    return names
+
+
+def leaf_texts(fn: Callable[..., Any], spec: pytree.TreeSpec) -> list[str]:
+    """How code of the step may write each leaf of the arguments: `batch.obs`, `rest[0]['x']`."""
+    return [name + pytree.keystr(rest) for name, rest in _places(fn, spec)]
+
+
+def _places(fn: Callable[..., Any], spec: pytree.TreeSpec) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """For each leaf, the argument in which it is, and the keys from there on."""
     try:
         signature = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
         signature = []
-    names = []
-    for path in structure.paths(spec):
-        keys: list[Any] = [
-            getattr(k, "idx", getattr(k, "key", getattr(k, "name", k))) for k in path
-        ]
-        kind, *rest = keys
-        if kind == 0 and rest:
-            at, *rest = rest
-            positional = [p for p in signature if p.kind is not p.KEYWORD_ONLY]
+    positional = [p for p in signature if p.kind is not p.KEYWORD_ONLY]
+    for which, *path in structure.paths(spec):
+        if which.idx or not path:
+            name = str(getattr(path[0], "key", path[0])) if path else "arg"
+        else:
+            at = path[0].idx
             name = f"arg_{at}"
             if at < len(positional) and positional[at].kind is not inspect.Parameter.VAR_POSITIONAL:
                 name = positional[at].name
             elif positional and positional[-1].kind is inspect.Parameter.VAR_POSITIONAL:
-                name = f"{positional[-1].name}_{at - len(positional) + 1}"
-        else:
-            name, *rest = [str(r) for r in rest] or ["arg"]
-        names.append("_".join([name, *(str(r) for r in rest)]))
-    return names
+                name = f"{positional[-1].name}[{at - len(positional) + 1}]"
+        yield name, tuple(path[1:])
 
 
 class ArgumentChange(str):
@@ -144,6 +153,18 @@ def _change(
             "outside the step"
         )
     return f"adds {_text(added[0])}{_ADVICE}"
+
+
+def beside_elements(names: Sequence[str], leaves: Sequence[Any]) -> str | None:
+    """That an argument is a named tuple with attributes, or None. names: of the leaves."""
+    for name, leaf in zip(names, leaves, strict=True):
+        if is_a(leaf, tuple) and (table := table_of(leaf)):
+            some = ", ".join(f"`{key}`" for key in table)
+            return (
+                f"`{name}` is a named tuple with attributes beside its elements ({some}), which a replay would not "
+                "read: make them fields of the named tuple, or pass them as arguments of their own"
+            )
+    return None
 
 
 def hidden(leaves: Sequence[Any]) -> str | None:

@@ -55,7 +55,7 @@ from functionalize.recorder.op_kinds import kind_of
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.storage_table import External
 from functionalize.run.boxed import boxed
-from functionalize.state.arguments import hidden
+from functionalize.state.arguments import beside_elements, hidden
 from functionalize.state.dropped_gradients import droppable
 from functionalize.state.hyperparameters import liftable
 from functionalize.state.moving_state import Moves
@@ -228,6 +228,7 @@ class StepRecording:
         """Why the step cannot be captured, whatever later calls do; None if it can."""
         fn = self.entry.python_state.fn
         reasons = [
+            beside_elements(self.entry.roots.arguments, self.entry.leaves),
             *refusals(self.recorder, self.exit.leaves, self.entry.roots, fn),
             *self._unreturnable(),
             self.recorder.checks.unknown_arguments() or self._clock(),
@@ -282,6 +283,8 @@ class StepRecording:
             return "calls hooks on all optimizers: recorded once more, to see what they read"
         if self.unowned and (previous is None or previous.differs(self.identities)):
             first = self.unowned[0]
+            if first.literal and (text := self._of_array(first)) is not None:
+                return text
             where = self._where(lambda r: any(x == first.ref for x in refs_in(r.args)))
             kind = "Python made from numbers" if first.literal else "no module or optimizer holds"
             found = "" if self._is_unreachable(first) else f"\n  found as `{first.info.name}`"
@@ -313,6 +316,25 @@ class StepRecording:
         return (
             "reads what the step before had made and kept: keep it in an attribute, or pass it as an argument"
             f"\n  first used by {where}"
+        )
+
+    def _of_array(self, literal: External) -> str | None:
+        """That Python has made a tensor of an array among the arguments, or perhaps so; None: there is none."""
+        arrays = self.recorder.other_arrays
+        found = arrays.known.get(literal.ref.storage) if arrays is not None else None
+        if found is None:
+            return None
+        names, is_known, traceback = found
+        made = f"makes a tensor ({literal.ref.geometry}) of"
+        before = f"make the tensor before the step (`torch.as_tensor({names[0]})`"
+        if not is_known:
+            return (
+                f"{made} numbers that may be others at every step, {line_of(traceback)}: {before}, if the numbers are "
+                "of that array), and pass it as an argument"
+            )
+        return (
+            f"{made} the array `{names[0]}`, an argument, {line_of(traceback)}, where a replay would not read the "
+            f"array again: {before}), and pass it in place of the array"
         )
 
     def changed_again(self) -> str | None:

@@ -42,7 +42,7 @@ from functionalize.recorder.recorder import Recorder
 from functionalize.scalars.escaped_numbers import replace_escaped, settle_escaped
 from functionalize.scalars.live_scalars import plain_keys
 from functionalize.state import arguments
-from functionalize.state.arguments import flatten_result, leaf_names
+from functionalize.state.arguments import flatten_result, leaf_names, leaf_texts
 from functionalize.state.hyperparameters import Key, lifted
 from functionalize.state.module_calls import ModuleCalls
 from functionalize.state.moving_state import MovingState
@@ -62,7 +62,7 @@ from functionalize.step.recording import RecordingSummary, StepRecording, awaits
 from functionalize.step.step_state import EntryState, ExitState, UnmadeError
 from functionalize.step.vote import Level, RankVote, Rendezvous, must_vote
 from functionalize.util.text import without_numbers
-from functionalize.walk.converted_arrays import tensors_by_array
+from functionalize.walk.converted_arrays import OtherArrays, tensors_by_array
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.walker import PythonState
 
@@ -194,6 +194,7 @@ def record(
         recorder.early_storages = entry.places.early()
         recorder.calls.read_state = partial(ReadState.now, entry.python_state, call.leaves)
         recorder.arrays = tensors_by_array(call.leaves)
+        recorder.other_arrays = OtherArrays.of(call.leaves, partial(leaf_texts, fn, call.spec))
         recorder.tape.is_off = awaits_live_numbers(recorder, entry)
         if recorder.tape.is_off:  # no program is made of it
             recorder.observer = recorder.storages.observer = None

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -439,10 +440,13 @@ class _Memory:
 
     def __init__(self, array: Any) -> None:
         at, _ = array.__array_interface__["data"]
-        self.array, self.__array_interface__ = array, {
-            **array.__array_interface__,
-            "data": (at, False),
-        }
+        self.array, self.__array_interface__ = (
+            array,
+            {
+                **array.__array_interface__,
+                "data": (at, False),
+            },
+        )
 
 
 def _writable(array: Any) -> Any:
@@ -458,3 +462,56 @@ def array_of(leaf: Any) -> Any:
 def tensors_by_array(leaves: Iterable[Any]) -> dict[int, Tensor]:
     """The tensors on arrays among leaves, by the ids of the arrays, which they keep alive."""
     return {id(array): leaf for leaf in leaves if (array := array_of(leaf)) is not None}
+
+
+class OtherArrays:
+    """The arrays among the leaves of a call's arguments that are no inputs, for messages.
+
+    names: returns how the user's code may name each leaf. known: by a number for each tensor that Python has made of
+    numbers, where it comes from: the names of arrays, whether of one of them for sure, and the traceback of the line.
+    """
+
+    def __init__(self, arrays: Mapping[int, Any], names: Callable[[], Sequence[str]]) -> None:
+        self.known: dict[int, tuple[tuple[str, ...], bool, Any]] = {}
+        self._arrays, self._names = arrays, names
+        self._converted: Any = None
+
+    @staticmethod
+    def of(leaves: Sequence[Any], names: Callable[[], Sequence[str]]) -> OtherArrays | None:
+        """None: there are none."""
+        numpy = sys.modules.get("numpy")
+        if numpy is None:
+            return None
+        arrays = {at: leaf for at, leaf in enumerate(leaves) if is_a(leaf, numpy.ndarray)}
+        return OtherArrays(arrays, names) if arrays else None
+
+    @contextmanager
+    def converting(self, data: Any) -> Iterator[None]:
+        """While this is open, code makes a tensor of `data`."""
+        self._converted = data if is_a(data, sys.modules["numpy"].ndarray) else None
+        try:
+            yield
+        finally:
+            self._converted = None
+
+    def note(self, number: int, contents: Tensor, traceback: Any) -> None:
+        """Python has made a tensor with these contents."""
+        found, names = self._sources(contents), self._names()
+        which = tuple(names[at] for at in (self._arrays if found is None else [found]))
+        self.known[number] = which, found is not None, traceback
+
+    def _sources(self, contents: Tensor) -> int | None:
+        """The array on whose memory it was, or with whose numbers."""
+        numpy, data = sys.modules["numpy"], self._converted
+        for at, array in self._arrays.items():
+            if data is not None and numpy.may_share_memory(array, data):
+                return at
+        for at, array in self._arrays.items():
+            if tuple(contents.shape) == array.shape and array.dtype.kind in "biufc":
+                try:
+                    same = torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
+                except (TypeError, ValueError):
+                    continue
+                if torch.equal(same.to(contents.dtype), contents.cpu()):
+                    return at
+        return None

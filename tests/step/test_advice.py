@@ -6,11 +6,12 @@ calls and ops are in `test_advice_on_calls.py`; `test_advice_is_complete.py` ass
 
 from __future__ import annotations
 
+import collections
 import datetime
 import os
 import random
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -391,11 +392,113 @@ def _put_into_copy(o: Owner, x: Tensor, given: Any) -> Any:
     return o.loss(x) * given["labels"]
 
 
+class _Labelled(collections.namedtuple("_Labelled", "labels")):
+    """A named tuple that may have attributes, too."""
+
+
+class _Weighted(NamedTuple):
+    labels: Tensor
+    weight: float
+
+
+def _weighted_beside(owner: Owner) -> Any:
+    given = _Labelled(torch.tensor(0.5))
+    given.weight = 2.0  # type: ignore[attr-defined]
+    return given
+
+
+def _reads_beside(o: Owner, x: Tensor, given: Any) -> Any:
+    return o.loss(x) * given.labels * given.weight
+
+
+def _reads_fields(o: Owner, x: Tensor, given: Any) -> Any:
+    return o.loss(x) * given.labels * given.weight
+
+
+def _given_array(owner: Owner) -> Any:
+    return np.random.rand(3, 1)
+
+
+def _array_as_tensor(owner: Owner) -> Any:
+    return torch.as_tensor(_given_array(owner))
+
+
+def _arrays(owner: Owner) -> Any:
+    return {"obs": _given_array(owner)}
+
+
+def _in_loop(o: Owner, x: Tensor, given: Any) -> Any:
+    found = {}
+    for key, value in given.items():
+        found[key] = torch.as_tensor(value)
+    return o.loss(x * found["obs"].float())
+
+
+def _part_of_array(o: Owner, x: Tensor, given: Any) -> Any:
+    return o.loss(x * torch.tensor(given[:1], dtype=torch.float32))
+
+
+def _cast_array(o: Owner, x: Tensor, given: Any) -> Any:
+    return o.loss(x * torch.from_numpy(given.astype("float32")))
+
+
+def _computed_array(o: Owner, x: Tensor, given: Any) -> Any:
+    return o.loss(x * torch.as_tensor(given * 2.0, dtype=torch.float32))
+
+
+def _as_float_tensor(o: Owner, x: Tensor, given: Any) -> Any:
+    return o.loss(x * torch.FloatTensor(given))
+
+
+def _of_tensor(o: Owner, x: Tensor, given: Any) -> Any:
+    given = given["obs"] if isinstance(given, dict) else given
+    return o.loss(x * given.float())
+
+
+def _part_of_tensor(o: Owner, x: Tensor, given: Any) -> Any:
+    return o.loss(x * given[:1].float())
+
+
+def _twice_tensor(o: Owner, x: Tensor, given: Any) -> Any:
+    return o.loss(x * (given * 2.0).float())
+
+
 def _local_state(o: Owner, x: Tensor, given: Any) -> Any:
     return o.loss(x) * o.local.scale
 
 
+_OF_ARRAY = r"makes a tensor \(float(32|64)\[\d, 1\]\) of the array `given`, an argument, at "
+_BEFORE = r"make the tensor before the step \(`torch\.as_tensor\(given\)`\), and pass it in place"
+
 ROWS = (
+    Row(
+        _in_loop,
+        r"makes a tensor \(float64\[3, 1\]\) of the array `given\['obs'\]`, an argument, at ",
+        r"before the step \(`torch\.as_tensor\(given\['obs'\]\)`\), and pass it in place of the array",
+        _of_tensor,
+        lambda o: {"obs": torch.as_tensor(_given_array(o))},
+        _arrays,
+    ),
+    Row(_part_of_array, _OF_ARRAY, _BEFORE, _part_of_tensor, _array_as_tensor, _given_array),
+    Row(_cast_array, _OF_ARRAY, _BEFORE, _of_tensor, _array_as_tensor, _given_array),
+    Row(_as_float_tensor, _OF_ARRAY, _BEFORE, _of_tensor, _array_as_tensor, _given_array),
+    Row(
+        _computed_array,
+        r"of numbers that may be others at every step, at ",
+        r"`torch\.as_tensor\(given\)`, if the numbers are of that array\), and pass it",
+        _twice_tensor,
+        _array_as_tensor,
+        _given_array,
+    ),
+    Row(
+        _reads_beside,
+        r"`given` is a named tuple with attributes beside its elements \(`weight`\)",
+        r"make them fields of the named tuple, or pass them as arguments of their own",
+        _reads_fields,
+        lambda o: _Weighted(torch.tensor(0.5), 2.0),
+        _weighted_beside,
+        has_line=False,
+    ),
     Row(
         _next,
         r"draws from `o\.it`",
