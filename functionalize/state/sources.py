@@ -356,8 +356,8 @@ def candidates(
 def made_outside(roots: Roots, leaves: Sequence[Any]) -> dict[Any, str]:
     """The names of tensors that have an autograd history before the step begins, by the node that made each."""
     return {
-        value.grad_fn: name
-        for name, _, value in _places(roots, Call(leaves, []), ())
+        value.grad_fn: roots.text_at(source, name)
+        for name, source, value in _places(roots, Call(leaves, []), ())
         if is_a(value, Tensor) and value.grad_fn is not None
     }
 

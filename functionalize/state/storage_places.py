@@ -83,8 +83,9 @@ class FixedTensor(NamedTuple):
 
     def _advice(self) -> str:
         place = self.source.container if isinstance(self.source, Held) else None
-        is_of_list = isinstance(place, Held) and type(content(place)) in (list, deque)
-        return CARRIED if is_of_list else WRITE_INTO
+        kind = type(content(place)) if isinstance(place, Held) else None
+        is_other = kind is not None and issubclass(kind, tuple) and kind is not tuple
+        return CARRIED if kind in (list, deque) or is_other else WRITE_INTO
 
 
 def fixed_inside(roots: Roots, swapped: Container[Any], live: LivePlaces) -> Iterator[FixedTensor]:

@@ -75,6 +75,7 @@ from functionalize.walk.parts import Held, Is
 from functionalize.walk.roots import Roots
 
 _NAMED = re.compile(r"`([^`]+)`(?: has (\w+) = )?")
+_OF_TENSORS = ("assigns another tensor to", "gives `", "removes `")
 _MOST_SEEN = 64
 _MOST_REASONS = 3  # in a message
 
@@ -361,12 +362,21 @@ class StepRecording:
         is_bundle_there = KEPT_OBJECT in changed and any(is_bundle(content(p)) for p in new)
         if new and (HELD_TOO in changed or is_bundle_there):  # these are live there
             return None
-        return changed + self._origin(changed)
+        return self._as_written(changed) + self._origin(changed)
 
     def unsettled(self, reason: str) -> str:
         """The reason why a recording is not kept, with the lines of a change."""
         is_change = self.exit.changed is not None
-        return reason + self._origin(reason) if is_change else reason
+        return self._as_written(reason) + self._origin(reason) if is_change else reason
+
+    def _as_written(self, change: str) -> str:
+        """A change of a tensor with its place as code writes it, in place of the name of an input."""
+        roots, found = self.entry.roots, _NAMED.search(change)
+        if found is None or not change.startswith(_OF_TENSORS):
+            return change
+        places = [place for name, place, _ in roots.tensors if name == found.group(1)]
+        text = roots.text_at(places[0], found.group(1)) if len(places) == 1 else found.group(1)
+        return change.replace(f"`{found.group(1)}`", f"`{text}`", 1)
 
     def _origin(self, change: str) -> str:
         """The lines that make a change, after the text about it."""

@@ -61,6 +61,7 @@ from functionalize.step.outcome import (
 from functionalize.step.recording import RecordingSummary, StepRecording, awaits_live_numbers
 from functionalize.step.step_state import EntryState, ExitState, UnmadeError
 from functionalize.step.vote import Level, RankVote, Rendezvous, must_vote
+from functionalize.util.reading import is_a
 from functionalize.util.text import without_numbers
 from functionalize.walk.converted_arrays import OtherArrays, tensors_by_array
 from functionalize.walk.live_places import NO_PLACES, LivePlaces
@@ -191,6 +192,7 @@ def record(
         entry = EntryState.now(
             fn, call.leaves, recorder, varying, names, hooks_run_outside, live, varies, numbers
         )
+        _name_arguments(recorder.checks.outside, fn, call)
         recorder.early_storages = entry.places.early()
         recorder.calls.read_state = partial(ReadState.now, entry.python_state, call.leaves)
         recorder.arrays = tensors_by_array(call.leaves)
@@ -232,6 +234,14 @@ def record(
     moving.effects += hyper.effects
     changed = hyper.changed or arguments.changed(call.args, call.kwargs, call.leaves, call.spec)
     return RecordedRun(recorder, entry, moving.result, changed, moving, rendezvous)
+
+
+def _name_arguments(outside: dict[Any, str], fn: Callable[..., Any], call: Invocation) -> None:
+    """The names of tensors that were made before the step, by their nodes: those of arguments as code writes them."""
+    nodes = {at: leaf.grad_fn for at, leaf in enumerate(call.leaves) if is_a(leaf, Tensor)}
+    if not outside.keys().isdisjoint(nodes.values()):
+        texts = leaf_texts(fn, call.spec)
+        outside.update({node: texts[at] for at, node in nodes.items() if node in outside})
 
 
 @contextmanager

@@ -13,11 +13,16 @@ from torch import Tensor, nn
 
 from functionalize._compat.graphs import pytree
 from functionalize.fsdp.objects import fsdp_states, fsdp_unsharded
-from functionalize.util.reading import values_of
+from functionalize.util.reading import is_a, values_of
 from functionalize.util.tensor_wrappers import plain_tensors
 from functionalize.util.text import with_article
-from functionalize.walk.fact_text import CARRIED, Path
+from functionalize.walk.fact_text import CARRIED, Path, text_of
 from functionalize.walk.parts import Held, Visit
+
+
+def _is_element(place: Held) -> bool:
+    """Whether a place is one in a tuple."""
+    return is_a(place.container, Held)
 
 
 @dataclass(slots=True)
@@ -26,6 +31,7 @@ class Roots:
 
     modules, optimizers: by a name that is unique. modules holds root modules only.
     tensors: name, place and tensor, of those at a place that is no module's table.
+    paths: of the places of these, see `text_at`.
     objects: name and `__dict__` of every other object.
     containers: name and object of every container.
     tables: by id of the `__dict__` of an object that determines ops: this, the classes of the objects that have it, and
@@ -40,6 +46,7 @@ class Roots:
     modules: dict[str, nn.Module] = field(default_factory=dict)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     tensors: list[tuple[str, Held, Tensor]] = field(default_factory=list)
+    paths: dict[tuple[Any, Any], Path] = field(default_factory=dict)
     objects: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     containers: list[tuple[str, Any]] = field(default_factory=list)
     tables: dict[int, tuple[dict[str, Any], set[type], Path]] = field(default_factory=dict)
@@ -56,6 +63,17 @@ class Roots:
         self.objects.append((visit.name or kind.__name__, table))
         if visit.is_fact or id(table) in self.tables:
             self.tables.setdefault(id(table), (table, set(), visit.path))[1].add(kind)
+
+    def text_at(self, source: Any, name: str) -> str:
+        """How code may write a place that has a name, which is that of an input: `T.reg` for `reg`."""
+        path = self.paths.get(source.place) if is_a(source, Held) else None
+        if not path:
+            return name
+        holder, key = path
+        fields = (
+            getattr(type(source.container.resolve()), "_fields", ()) if _is_element(source) else ()
+        )
+        return text_of((holder, fields[key] if key in range(len(fields)) else key))
 
     def walk(self) -> list[tuple[str, nn.Module]]:
         """Every module under the roots with its full name; computed once."""

@@ -539,6 +539,7 @@ class PythonState:
                 return self._note(visit, found)
             if id(value) not in self._searched or not visit.is_fact:
                 self.roots.tensors.append((visit.name, visit.place, value))
+                self.roots.paths.setdefault(visit.place.place, visit.path)
             self._note(visit, InPlace(kind, visit.place.home))
             if visit.is_fact:
                 self._hooks_of(visit, "hooks", value)

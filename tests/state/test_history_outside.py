@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import types
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -106,3 +109,36 @@ def test_a_captured_forward_passes_gradients_on_to_what_was_computed_outside() -
         return fz.capture(forward, backward=True, on_uncapturable="eager")
 
     assert run(captured) == run(lambda forward: forward)
+
+
+class _Weights(NamedTuple):
+    first: Tensor
+
+
+@dataclass
+class _Given:
+    x: Tensor
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [("argument", "given.x"), ("attribute", "kept.w"), ("element", "kept.both.first")],
+)
+def test_a_tensor_is_named_as_the_code_writes_it(place: str, name: str) -> None:
+    weight, kept = torch.ones(3, requires_grad=True), types.SimpleNamespace(w=None, both=None)
+
+    def step(given: Any) -> Any:
+        other = {"argument": 1.0, "attribute": kept.w, "element": kept.both and kept.both.first}
+        (given.x * other[place]).sum().backward()
+        return weight.grad
+
+    captured = fz.capture(step, on_uncapturable="raise")
+    advice = f"goes through `{name}`, .*: compute `{name}` inside the step, or detach it"
+    with pytest.raises(UncapturableError, match=re.escape(advice).replace(r"\.\*", ".*")):
+        for _ in range(4):
+            made = weight * 2
+            if place == "attribute":
+                kept.w = made
+            if place == "element":
+                kept.both = _Weights(made)
+            captured(_Given(made if place == "argument" else torch.ones(3)))

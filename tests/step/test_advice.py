@@ -396,6 +396,24 @@ class _Labelled(collections.namedtuple("_Labelled", "labels")):
     """A named tuple that may have attributes, too."""
 
 
+class _Pair(collections.namedtuple("_Pair", "h c")):
+    """Carried to the next call."""
+
+
+def _carries_named(o: Owner, x: Tensor, given: Any) -> Any:
+    h = torch.ones(()) if o.last is None else o.last.h
+    loss = o.loss(x) * h
+    o.last = _Pair(loss.detach().cos(), loss.detach().sin())
+    return loss.detach()
+
+
+def _carries_tuple(o: Owner, x: Tensor, given: Any) -> Any:
+    h = torch.ones(()) if o.last is None else o.last[0]
+    loss = o.loss(x) * h
+    o.last = (loss.detach().cos(), loss.detach().sin())
+    return loss.detach()
+
+
 class _Weighted(NamedTuple):
     labels: Tensor
     weight: float
@@ -489,6 +507,13 @@ ROWS = (
         _twice_tensor,
         _array_as_tensor,
         _given_array,
+    ),
+    Row(
+        _carries_named,
+        r"assigns another tensor to `o\.last\.h`",
+        r"carry tensors to the next call in a tuple",
+        _carries_tuple,
+        first=5,
     ),
     Row(
         _reads_beside,
@@ -678,7 +703,7 @@ ROWS = (
     ),
     Row(
         _mask_turned,
-        r"gives `mask` other sizes or strides in place",
+        r"gives `o\.mask` other sizes or strides in place",
         r"make another tensor",
         _mask_not_turned,
     ),
