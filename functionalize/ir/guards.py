@@ -162,15 +162,16 @@ class ConstantGuard:
 
     leaf: int
     value: Any
-    name: str = ""
+    name: str
 
     def failure(self, call: Call) -> str | None:
         now = call.leaves[self.leaf]
         if same_constant(now, self.value):
             return None
-        if not self.name:
-            return f"argument leaf {self.leaf} is {_brief(now)}, was {_brief(self.value)}"
-        return f"`{self.name}` is {_brief(now)}, was {_brief(self.value)}, which is part of the program"
+        changed = f"`{self.name}` is {_brief(now)}, was {_brief(self.value)}, which is part of the program"
+        if type(now).__module__ == "numpy" and hasattr(now, "item") and not getattr(now, "ndim", 1):
+            return f"{changed}: pass a number of Python's (`{self.name}.item()`), which may vary"
+        return changed
 
 
 @dataclass(frozen=True, slots=True)

@@ -317,7 +317,7 @@ def _facts(
     live = LivePlaces({place.place: place for _, place in moving.values})
     inputs = {each.leaf for each in moving.arguments}
     constants = [
-        ConstantGuard(i, frozen_constant(leaf))
+        ConstantGuard(i, frozen_constant(leaf), roots.arguments[i])
         for i, leaf in enumerate(leaves)
         if not is_a(leaf, Tensor) and i not in inputs
     ]

@@ -88,17 +88,17 @@ class Hashed:
     __eq__ = __hash__ = raising
 
 
-CLASSES = [
-    Unhashable,
-    lambda: Text("a"),
-    lambda: Number(3),
-    lambda: Listed([1.0]),
-    Compared,
-    Hashed,
-]
+CLASSES: dict[str, Callable[[], Any]] = {
+    "metaclass": Unhashable,
+    "text": lambda: Text("a"),
+    "number": lambda: Number(3),
+    "list": lambda: Listed([1.0]),
+    "compared": Compared,
+    "hashed": Hashed,
+}
 
 
-@pytest.mark.parametrize("make", CLASSES, ids=lambda make: str(make)[-30:])
+@pytest.mark.parametrize("make", CLASSES.values(), ids=CLASSES.keys())
 @pytest.mark.parametrize("is_anew", [False, True])
 @pytest.mark.filterwarnings("ignore::functionalize.errors.UncapturableWarning")
 def test_special_methods_of_arguments_are_not_called(make, is_anew):

@@ -159,7 +159,7 @@ CHANGES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "structure": ("structure", "structure", {"given": as_a_list}),
     "constant": (
         "ConstantGuard",
-        "argument leaf 2 is 3.0, was 2.0",
+        "`options_scale` is 3.0, was 2.0",
         {"given": given_to(scale=3.0)},
     ),
     "attribute": (

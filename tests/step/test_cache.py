@@ -117,9 +117,9 @@ def test_when_no_program_is_of_use_the_warning_names_the_guard(caplog: Any) -> N
     assert captured.stats.eager == 6
     first, last = caplog.messages
     assert "has 3 programs, as many as it may (`max_programs`), and" in first
-    assert "argument leaf 1 is" in first
+    assert "`n` is (" in first
     assert "runs eagerly from now on" in last
-    assert "(4 times): argument leaf 1 is (5+0j), was (4+0j)" in last
+    assert "(4 times): `n` is (5+0j), was (4+0j)" in last
     assert "tried again after 1024 such calls" in last
 
 

@@ -128,7 +128,7 @@ def test_constants_and_structure_are_guarded() -> None:
     assert torch.equal(step(batch(1), n=4), batch(1) * 4)
     assert step.stats.guard_failures == [
         "the structure of the arguments changed",
-        "argument leaf 1 is 4, was 3",
+        "`n` is 4, was 3, which is part of the program",
     ]
 
 
