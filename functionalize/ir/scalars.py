@@ -202,12 +202,18 @@ _LONGEST = 200
 
 
 def _in_brackets(part: Any, texts: Mapping[Any, str]) -> str:
-    nested = isinstance(part, Applied) and part.function in _INFIX
+    nested = isinstance(part, Applied) and _unbounded(part.function) in _INFIX
     return f"({texts[part]})" if nested else texts[part]
+
+
+def _unbounded(function: Any) -> Any:
+    """The function of Python's that one stands for whose results are bounded, in a program of a file."""
+    return getattr(function, "__wrapped__", function)
 
 
 def applied_text(function: Any, args: list[str]) -> str | None:
     """`a / b` or `round(a, 2)`; None for a function that is no operator and not from `math` or `builtins`."""
+    function = _unbounded(function)
     if function in _INFIX and len(args) == 2:
         return f"{args[0]} {_INFIX[function]} {args[1]}"
     if function is operator.neg:

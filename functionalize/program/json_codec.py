@@ -36,6 +36,7 @@ from functionalize._compat.graphs import pytree
 from functionalize.errors import LoadError, SaveError
 from functionalize.ir.commit import commit
 from functionalize.ir.scalars import OF_MATH, summed
+from functionalize.program.bounded_numbers import bounded
 from functionalize.program.callable_ops import op_of
 from functionalize.program.field_types import checked
 from functionalize.program.known_types import Types, type_name
@@ -91,7 +92,9 @@ _FUNCTIONS: Mapping[str, Any] = {
     "auto_functionalized": auto_functionalized,
     "commit": commit,
 }
-_NAMES: Mapping[Any, str] = {function: name for name, function in _FUNCTIONS.items()}
+_NAMES: Mapping[Any, str] = {
+    each: name for name, function in _FUNCTIONS.items() for each in (function, bounded(function))
+}
 
 
 _OVERLOAD: type = type(torch.ops.aten.add.Tensor)
@@ -403,7 +406,7 @@ def _function(name: Json) -> Any:
     found = _FUNCTIONS.get(text(name))
     if found is None:
         raise LoadError(f"names the function {name:.80}, which programs do not call: damaged")
-    return found
+    return bounded(found)
 
 
 _READERS: Mapping[str, Callable[[Json], Any]] = {

@@ -33,6 +33,7 @@ from functionalize.ir.commit import commit
 from functionalize.ir.inputs import Captured
 from functionalize.program import archive
 from functionalize.program.archive import FilePath, damaged, refusal
+from functionalize.program.bounded_numbers import BOUNDED
 from functionalize.program.callable_ops import check_call
 from functionalize.program.early_guard import EarlyGuard
 from functionalize.program.executable import Executable
@@ -86,7 +87,7 @@ def check_function(function: Any, args: Any) -> None:
 
 
 # Whose result, or a number on the way to it, may be far longer than what it is made of.
-_GROWING = (operator.pow, operator.lshift, round)
+_GROWING = (operator.pow, operator.lshift, BOUNDED[operator.pow], BOUNDED[operator.lshift], round)
 _MOST = 2**12
 
 
