@@ -44,6 +44,13 @@ def has_own_equality(kind: type) -> bool:
     return is_users_function(found) and not is_generated(found.__code__)
 
 
+@by_class
+def compares_classes(metaclass: type) -> bool:
+    """Whether classes of a metaclass are compared or hashed by code of the user's."""
+    found = (vars(each).get(name) for each in metaclass.__mro__ for name in ("__eq__", "__hash__"))
+    return any(isinstance(each, types.FunctionType) and is_users_function(each) for each in found)
+
+
 def is_users_function(function: types.FunctionType) -> bool:
     """Whether the code of a function is the user's, whatever module it says that it is of."""
     return _is_users_namespace(function.__globals__)

@@ -42,7 +42,7 @@ from functionalize._compat.modules import without_reports
 from functionalize.errors import UncapturableError
 from functionalize.scalars.live_scalars import is_live
 from functionalize.util.own_values import OWN_VALUES
-from functionalize.util.packages import is_users_function
+from functionalize.util.packages import compares_classes, is_users_function
 from functionalize.util.reading import (
     elements_of,
     item_of,
@@ -498,6 +498,9 @@ class PythonState:
             name = f"{holder.name}.{name}"
         path = holder.path if part.key is SAME else (holder.path, part.key)
         is_loose, is_fact = is_loose or holder.is_loose, holder.is_fact and part.is_named
+        kind_of_class = type(type(part.value))
+        if kind_of_class is not type and compares_classes(kind_of_class):
+            return self._note_uncomparable(Visit(path, name, part.value))
         visit = Visit(path, name, part.value, place, is_fact, is_loose, holder.moving)
         if visit.is_fact:
             if not self._is_replay:
@@ -514,6 +517,17 @@ class PythonState:
         elif not self._is_replay:
             self._unnamed.append(visit)
         return None
+
+    def _note_uncomparable(self, visit: Visit) -> None:
+        """Refuse an object whose class cannot be found in a table without code of the user's."""
+        kind = type(visit.value)
+        if not self._is_replay:
+            raise UncapturableError(
+                f"reaches `{visit.name or text_of(visit.path)}`, {with_article(kind.__name__)}, whose metaclass "
+                f"{type(kind).__name__} compares classes by code of its own, which a replay would not call: keep what "
+                "the step needs of it in an object of another class"
+            )
+        self._note(visit, "an object of a class that compares classes")
 
     def _class_of(self, visit: Visit, kind: type) -> None:
         """Visit the attributes of the class of an object, once."""

@@ -126,3 +126,17 @@ def test_objects_that_are_equal_by_code_of_the_user_are_others():
     for i in range(8):
         given = Scaled("a", 2.0 if i < 5 else 3.0)
         assert captured(torch.ones(2), given)[0] == given.scale
+
+
+class Config(metaclass=Meta):
+    scale = 2.0
+
+
+def test_state_whose_class_compares_classes_is_refused_by_name():
+    config = Config()
+    captured = fz.capture(lambda x: x * config.scale)
+    with pytest.warns(
+        UncapturableWarning, match=r"reaches `config`, a Config, whose metaclass Meta"
+    ):
+        for _ in range(4):
+            assert captured(torch.ones(2))[0] == 2
