@@ -77,6 +77,9 @@ class TensorInput(NamedTuple):
     source: Source
 
 
+_WITHOUT_IDENTITY = (bool, int, float, complex, str, bytes, type(None))
+
+
 class Builder:
     """Discharges one recording into one program."""
 
@@ -288,7 +291,10 @@ class Builder:
             for t in plain_tensors(leaf) if id(leaf) not in outside else []:
                 seen.setdefault(self.recorder.storages.ref(t).storage, set()).add(id(t))
         self._shared = {storage for storage, objects in seen.items() if len(objects) > 1}
-        argument_index = {id(leaf): i for i, leaf in enumerate(arguments) if is_a(leaf, Tensor)}
+        # Of numbers and texts there may be one object, by chance.
+        argument_index = {
+            id(leaf): i for i, leaf in enumerate(arguments) if not is_a(leaf, _WITHOUT_IDENTITY)
+        }
         roles: list[OutputRole] = []
         first: dict[int, int] = {}
         for i, leaf in enumerate(leaves):

@@ -219,6 +219,9 @@ class Lifted:
                     f"{effect.what} to {left!r} (it was {put.was!r}), which a replay would not: change "
                     "it outside the step"
                 )
+            elif now is not put.live and self._log is not None:
+                # A replay leaves what it finds, which must be this.
+                self._log.learn_late(put.live.node)
 
     def _find_moved(self, lifted: Collection[Key]) -> None:
         """Numbers that are no live ones and that the step has changed: those of the next recording."""

@@ -587,6 +587,8 @@ def _keys_of(spec: pytree.TreeSpec, count: int) -> list[Any]:
     """pytree's keys of the children of one node; their positions if its type has no keys."""
     if spec.type is Opened:
         return _keys(spec.context)
+    if spec.type is namedtuple:
+        return [pytree.GetAttrKey(name) for name in spec.context._fields]
     node = pytree.SUPPORTED_NODES[spec.type]
     if node.flatten_with_keys_fn is None:
         return [pytree.SequenceKey(i) for i in range(count)]

@@ -440,8 +440,9 @@ def _order(value: Any) -> str:
 
 
 def _array(value: Any) -> Parts:
-    """An array or a number of numpy."""
-    fact = (type(value), str(value.dtype), value.shape)
+    """An array or a number of numpy: its numbers, and how they lie, by which numpy adds and torch makes tensors."""
+    layout = value.strides, value.flags.writeable
+    fact = (type(value), str(value.dtype), value.shape, *layout)
     if value.dtype.hasobject:
         return Parts(fact, [Part("elements", value.tolist())], is_loose=True)
     if value.nbytes > _MAX_BYTES:

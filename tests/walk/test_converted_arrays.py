@@ -552,3 +552,33 @@ def test_an_array_on_the_memory_of_a_tensor_is_a_constant():
     for array in (weight.numpy(), weight[:2].numpy(), np.from_dlpack(weight)):
         for _ in range(4):
             assert bits(step(array)) == bits(from_numpy(array))
+
+
+def test_an_array_that_is_returned_is_that_of_the_call() -> None:
+    model = torch.nn.Linear(4, 2)
+
+    def step(x: Tensor, w: Any) -> Any:
+        return model(x).sum().detach(), w
+
+    captured = fz.capture(step, audit=False, allowance=None)
+    first, second = np.ones(3), np.ones(3)
+    for i in range(8):
+        given = first if i < 5 else second
+        _, found = captured(torch.ones(2, 4), given)
+        assert found is given
+    assert captured.stats.replays >= 6
+
+
+@pytest.mark.parametrize("in_state", [False, True], ids=["argument", "state"])
+def test_arrays_that_lie_otherwise_are_others(in_state: bool) -> None:
+    held: dict[str, Any] = {"w": None}
+
+    def step(x: Tensor, w: Any) -> Any:
+        return x * float((held["w"] if in_state else w).strides[0])
+
+    captured = fz.capture(step, audit=False, allowance=None)
+    for i in range(9):
+        held["w"] = np.arange(6.0).reshape(2, 3).copy("F" if i % 3 == 2 else "C")
+        given = None if in_state else held["w"]
+        assert captured(torch.ones(1), given).item() == held["w"].strides[0]
+    assert captured.stats.replays >= 3
