@@ -1104,7 +1104,7 @@ def list_that_a_helper_reads(w: World) -> Step:
     return step
 
 
-@refused(r"gives `last` another storage")
+@refused(r"gives `w\.last` another storage")
 def storage_that_is_replaced(w: World) -> Step:
     w.last, w.turn = torch.zeros(()), torch.zeros(())
 
