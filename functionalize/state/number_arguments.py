@@ -14,7 +14,7 @@ step whose code hands numbers to C code that takes exact ones alone, each number
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -73,10 +73,18 @@ class VaryingArguments:
         if at := varying_leaves(key):
             self._varying[key[0]] = self._varying.get(key[0], frozenset()).union(at)
 
-    def key(self, exact: Any, leaves: Sequence[Any]) -> Hashable:
-        """The key of a call, equal for all values of the numbers that vary."""
+    def key(
+        self,
+        exact: Any,
+        leaves: Sequence[Any],
+        has_program: Callable[[Any, Sequence[Any]], bool] | None = None,
+    ) -> Hashable:
+        """The key of a call, equal for all values of the numbers that vary.
+
+        has_program: whether there is a program of a key; the key stays exact if there is one of these very numbers.
+        """
         varying = self._varying.get(exact[0]) if self._varying else None
-        if not varying:
+        if not varying or (has_program is not None and has_program(exact, leaves)):
             return exact
         parts = list(exact)
         for i in varying:

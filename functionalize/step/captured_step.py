@@ -387,7 +387,7 @@ class CapturedStep:
                 return self._run_eagerly(args, kwargs)
             if core.policy.may_rest and self._rests():
                 return self._run_eagerly(args, kwargs)
-            if self._pace is not None and self._pace.runs_eagerly():
+            if self._pace is not None and self._pace.asks and self._pace.runs_eagerly():
                 return self._timed(args, kwargs)
             if (
                 EVERY_CALL in core.refused
@@ -427,8 +427,13 @@ class CapturedStep:
                     core.refuse(kind, refused_class(kind))
                 self._last_plan = LastPlan(kind, Eager)
                 return self._run_refused(core.refused[kind], args, kwargs)
-        self._learn_numbers(leaves, spec)
-        key = self._key_with_state(leaves, spec)
+        if hooks.state is not None:
+            key = self._key_with_state(leaves, spec)
+        else:
+            is_learning = not (hooks.is_still or core.hooks_run_outside)
+            if is_learning and self._numbers.learn(spec, leaves):
+                core.rename(lambda key: self._numbers.key(key, leaves))
+            key = self._numbers.key(key_of(leaves, spec), leaves, self._has_program)
         call = Invocation(args, kwargs, leaves, spec, core.sizes.of(key, leaves))
         if core.refused:
             refused = core.refusal(call.key)
@@ -445,8 +450,13 @@ class CapturedStep:
         if pace is not None and isinstance(plan, (Replay, Eager)):
             looked = pace.clock()
             result = self._act(plan, call)
-            if pace.looked(looked - began, pace.clock() - looked) and has_ranks():
-                self._pace = None
+            acted, looked = pace.clock() - looked, looked - began
+            if pace.is_timing:
+                pace.looked(looked, acted)
+            elif looked > acted / 2:
+                pace.seconds += looked
+                if pace.seconds > pace.limit:
+                    self._begin_timing(pace)
             return result
         return self._act(plan, call)
 
@@ -462,17 +472,11 @@ class CapturedStep:
         exact: Any = key_of(leaves, spec)
         if self._hooks.state is not None:
             return *exact, *self._hooks.state(leaves)
-        key = self._numbers.key(exact, leaves)
-        if key is exact or self.core.sizes.of(exact, leaves) in self.core.cache.by_key:
-            return exact  # a program of these very numbers
-        return key
+        return self._numbers.key(exact, leaves, self._has_program)
 
-    def _learn_numbers(self, leaves: Sequence[Any], spec: Any) -> None:
-        """Note the numbers among the arguments, which vary from the call on that brings others."""
-        if self._hooks.is_still or self.core.hooks_run_outside:
-            return
-        if self._numbers.learn(spec, leaves):
-            self.core.rename(lambda key: self._numbers.key(key, leaves))
+    def _has_program(self, exact: Any, leaves: Sequence[Any]) -> bool:
+        """Whether there is a program of these very numbers among the arguments."""
+        return self.core.sizes.of(exact, leaves) in self.core.cache.by_key
 
     # -- plan ------------------------------------------------------------------------------------
 
@@ -755,6 +759,13 @@ class CapturedStep:
         result = self._run_eagerly(args, kwargs)
         pace.ran(pace.clock() - began)
         return result
+
+    def _begin_timing(self, pace: Pace) -> None:
+        """Guards have taken long: calls are timed, but for those of ranks, which must do alike."""
+        if has_ranks():
+            self._pace = None
+        else:
+            pace.is_timing = pace.asks = True
 
     def _warn_of_pace(self, slower: float) -> None:
         warn_uncapturable(

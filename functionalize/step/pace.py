@@ -2,7 +2,8 @@
 
     pace.runs_eagerly()            whether this call runs eagerly: its time is wanted, or other calls were slower
     pace.ran(seconds)              such a call has run
-    pace.looked(looked, acted)     the seconds in which another call looked at guards, and those in which it then ran
+    pace.looked(looked, acted)     the seconds in which another call looked at guards, and those in which it then ran,
+                                   while calls are timed
 
 The ledger counts what each kind of work costs by constants. These hold where an eager step has enough to do: of a step
 of a few small ops, the guards may take longer than the ops, and an object that is made anew before each call makes all
@@ -32,6 +33,9 @@ _LATER = 4  # as many seconds as before, where they were not
 class Pace:
     """The times of the calls of one step.
 
+    seconds: those that guards have taken which took more than half as long as what followed; above `limit` the step
+    begins to time its calls. is_timing: whether it does. asks: whether it asks `runs_eagerly` before each call.
+    A replay only reads and adds to these: it calls nothing.
     warn: called once with how many times slower calls are that ask programs.
     """
 
@@ -39,10 +43,10 @@ class Pace:
         self, warn: Callable[[float], None], clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.clock, self._warn = clock, warn
-        self._seconds, self._limit = 0.0, most_seconds
+        self.seconds, self.limit = 0.0, most_seconds
         self._eager: list[float] = []
         self._asking: list[float] = []
-        self._is_timing = self._times_eager = self._has_warned = False
+        self.is_timing = self.asks = self._times_eager = self._has_warned = False
         self._rest, self._left = _FIRST_REST, 0
 
     @property
@@ -63,7 +67,7 @@ class Pace:
         if self._left:
             self._left -= 1
             return True
-        self._times_eager = self._is_timing and len(self._eager) < len(self._asking)
+        self._times_eager = self.is_timing and len(self._eager) < len(self._asking)
         return self._times_eager
 
     def ran(self, seconds: float) -> None:
@@ -73,18 +77,9 @@ class Pace:
             if len(self._eager) == _TIMED:
                 self._compare()
 
-    def looked(self, looked: float, acted: float) -> bool:
-        """A call that asked programs has taken so long, before the replay or the eager run, and for that.
-
-        Whether calls are timed from now on.
-        """
-        if self._is_timing:
-            self._asking.append(looked + acted)
-        elif looked > acted / 2:
-            self._seconds += looked
-            self._is_timing = self._seconds > self._limit
-            return self._is_timing
-        return False
+    def looked(self, looked: float, acted: float) -> None:
+        """A call that asked programs has taken so long, before the replay or the eager run, and for that."""
+        self._asking.append(looked + acted)
 
     def _compare(self) -> None:
         slower = statistics.median(self._asking) / statistics.median(self._eager)
@@ -96,5 +91,6 @@ class Pace:
                 self._has_warned = True
                 self._warn(slower)
             return
-        self._is_timing, self._seconds, self._rest = False, 0.0, _FIRST_REST
-        self._limit *= _LATER
+        self.is_timing = self.asks = False
+        self.seconds, self._rest = 0.0, _FIRST_REST
+        self.limit *= _LATER

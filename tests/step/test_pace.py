@@ -25,11 +25,14 @@ def called(pace: Pace, count: int, looked: float, acted: float, eager: float) ->
     """The numbers of the calls that run eagerly."""
     found = []
     for number in range(count):
-        if pace.runs_eagerly():
+        if pace.asks and pace.runs_eagerly():
             found.append(number)
             pace.ran(eager)
-        else:
+        elif pace.is_timing:
             pace.looked(looked, acted)
+        elif looked > acted / 2:  # as a step does
+            pace.seconds += looked
+            pace.is_timing = pace.asks = pace.seconds > pace.limit
     return found
 
 
