@@ -3,8 +3,11 @@
     step(batch, 0.1); step(batch, 0.1)     one kind of call, whose program has 0.1 as a constant
     step(batch, 0.05)                      from now on the number is an input: one program for all of them
 
+    varying.learn(spec, leaves)            whether numbers differ for the first time from those of the call before
     key = varying.key(exact, leaves)       the key of a call, with the types of numbers that vary in their places
-    numbers = varying.numbers(...)         those of one recording: `NumberArgument`, the source of such an input
+    varying_leaves(key)                    which these are; `NumberArgument` is the source of such an input
+
+Invariant: calls of one key differ in numbers that are inputs, or constants with a guard: a key alone decides nothing.
 
 What code does with an input is guarded, as with a number that Python keeps: `if i < 100` is a fact of the program.
 Only positional and keyword arguments themselves vary. In a container, which the step may hold or change, and for a
@@ -27,7 +30,7 @@ from functionalize.walk.live_places import LIVE_NUMBERS
 
 _STRUCTURES_REMEMBERED = 64
 _VARIES = "varies"
-_BESIDE = 2  # the parts of a key before those of the leaves
+BESIDE_LEAVES = 2  # the parts of a key before those of the leaves
 _BITS = 63
 
 
@@ -90,13 +93,13 @@ class VaryingArguments:
         for i in varying:
             kind = type(leaves[i])
             if kind in LIVE_NUMBERS:
-                parts[_BESIDE + i] = _VARIES, kind.__name__
+                parts[BESIDE_LEAVES + i] = _VARIES, kind.__name__
         return tuple(parts)
 
 
 def varying_leaves(key: Any) -> tuple[int, ...]:
     """The leaves that are numbers which vary, from the key of a call."""
-    return tuple(i for i, part in enumerate(key[_BESIDE:]) if _is_varying(part))
+    return tuple(i for i, part in enumerate(key[BESIDE_LEAVES:]) if _is_varying(part))
 
 
 def number_arguments(

@@ -29,6 +29,7 @@ from functionalize.ir.inputs import Call
 from functionalize.lengths.length_class import LengthClass, Prediction
 from functionalize.program.early_guard import EarlyGuard
 from functionalize.program.program import Program
+from functionalize.state.number_arguments import BESIDE_LEAVES
 from functionalize.state.python_effects import PythonEffect
 from functionalize.state.sources import Gradient, Slot
 from functionalize.step.policy import Policy
@@ -44,7 +45,6 @@ MAX_PROGRAM_BYTES = 2**30  # of all programs of a step
 _NODE_NBYTES = 6_000  # resident memory per node, with its op record and code
 RESTS = "the step rests, as calls like the last ones were of no use"
 FIRST = "the first call"
-_BESIDE_LEAVES = 2  # the parts of a key before those of the leaves
 STRUCTURE = "the structure of the arguments changed"
 
 
@@ -195,10 +195,12 @@ def key_of(leaves: Sequence[Any], spec: Any) -> Hashable:
 
 def how_differ(key: Any, before: Any, names: Sequence[str]) -> str:
     """What is not equal in the keys of two calls, and what makes it so. names: of the leaves of the first."""
+    if type(before) is not tuple:  # of a call whose arguments were refused
+        return STRUCTURE
     if key[0] != before[0]:
         advice = "pass lists and dicts of as many elements at every call, or keep them out of the arguments"
         return f"{_other_structure(key[0], before[0])}: {advice}"
-    pairs = zip(key[_BESIDE_LEAVES:], before[_BESIDE_LEAVES:], strict=False)
+    pairs = zip(key[BESIDE_LEAVES:], before[BESIDE_LEAVES:], strict=False)
     for at, (now, was) in enumerate(pairs):
         if now == was or at >= len(names):
             continue

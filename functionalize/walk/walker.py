@@ -694,7 +694,7 @@ class PythonState:
                 self._check_class(visit, value, key)
         for g, group in enumerate(elements_of(optimizer.param_groups)):
             for i, parameter in enumerate(elements_of(item_of(group, "params"))):
-                self._check_class(visit, parameter, f"param_groups[{g}]['params'][{i}]")
+                self._check_class(visit, parameter, "params")
                 self._hooks_of(visit, f"{g}.{i}.hooks", parameter)
         self.probes.add_attribute(optimizer, "__dict__")
         self.probes.add_table(vars(optimizer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -140,3 +141,14 @@ def test_state_whose_class_compares_classes_is_refused_by_name():
     ):
         for _ in range(4):
             assert captured(torch.ones(2))[0] == 2
+
+
+def test_calls_that_are_all_others_beside_one_that_cannot_be_opened():
+    captured = fz.capture(step_of(), audit=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(45):
+            captured(torch.ones(2, 4), f"text {i}")
+            captured(torch.ones(2, 4), cycle())
+    closed, each = (str(warning.message) for warning in caught)
+    assert "which contains itself" in closed and "nearly every call is another one" in each
