@@ -54,6 +54,7 @@ from functionalize.recorder.op_kinds import (
 from functionalize.recorder.storage_table import StorageTable
 from functionalize.scalars.counted_sizes import CountedSizes, sizing_numbers
 from functionalize.scalars.live_scalars import plain
+from functionalize.util.other_threads import other_thread
 from functionalize.util.packages import is_standard_file
 from functionalize.util.user_stack import line_of, located, user_frames
 
@@ -412,8 +413,12 @@ class Checks:
         where: returns the text for the message that says when.
         """
         if self._moved():
+            thread = other_thread()
             self.note(
-                f"a random generator is set inside the step, {where()}, by something else than "
+                f"a random generator moves while the step is recorded, {where()}, and {thread} runs beside it: let "
+                "it draw from a `torch.Generator` of its own"
+                if thread is not None
+                else f"a random generator is set inside the step, {where()}, by something else than "
                 "torch.manual_seed, torch.set_rng_state or torch.random.fork_rng: use these"
             )
         self._drawn = generator_states()

@@ -178,6 +178,9 @@ class CapturedStep:
         self._patience, self._disturbed = PATIENCE, 0  # how many recordings others have disturbed
         self._reads_no_clock = False  # whether such a recording was watched, and read no clock
         self._has_warned_of_thread = False
+        self._leaves_numbers = (
+            False  # whether recorded calls changed what Python holds, where threads may read
+        )
         self._numbers = VaryingArguments()
         # Not a forward, which goes on in its backward; nor what the user asks for at any cost.
         is_whole = self._hooks.leaves is None and not self._hooks.is_still
@@ -860,9 +863,11 @@ class CapturedStep:
     def _is_read_elsewhere(self) -> bool:
         """Whether another thread may read the live numbers of a recording or an audit, so that there is none.
 
-        Not asked among ranks, which must all do the same.
+        Numbers that the step only computes with are in none of the objects that a thread can reach. Not asked among
+        ranks, which must all do the same.
         """
-        if self.core.vote is not None or has_ranks():
+        holds_numbers = self._leaves_numbers or self._varying.found or self.core.varying
+        if not holds_numbers or self.core.vote is not None or has_ranks():
             return False
         thread = reading_thread(TURNS.threads)
         if thread is not None and not self._has_warned_of_thread:
@@ -1060,6 +1065,8 @@ class CapturedStep:
     def _keep(self, outcome: Outcome, call: Invocation) -> None:
         """Keep the program, the summary with which the next recording is compared, or the refusal."""
         key = call.key
+        if isinstance(outcome, (Built, WarmUp)):
+            self._leaves_numbers |= outcome.summary.changes_objects
         if isinstance(outcome, Built):
             self._end_warm_ups(key)
             if outcome.is_replayed:

@@ -92,7 +92,7 @@ class RecordingSummary:
     seen: how this recording and those before it have moved places, see Note [What moves alike].
     changed: the name of what the step changed and a replay would not, if it has one. clock: the one that it read.
     filled: deques that the step fills, and that will be full at some call. facts: the guards on Python state and on
-    modules on entry.
+    modules on entry. changes_objects: whether it changed what Python holds, by assignments or by repeated calls.
     """
 
     identities: list[Any]
@@ -107,6 +107,7 @@ class RecordingSummary:
     filled: tuple[Filled, ...] = ()
     facts: tuple[Guard, ...] = ()
     held: frozenset[Any] = frozenset()
+    changes_objects: bool = False
 
     def differs(self, identities: list[Any]) -> bool:
         """Whether a later recording read tensors that were not there, or were others."""
@@ -215,6 +216,7 @@ class StepRecording:
             tuple(self.exit.filled),
             (self.entry.python_state, self.entry.modules),
             self._held,
+            bool(places or self.exit.python_effects),
         )
 
     @property

@@ -1,6 +1,7 @@
 """Whether code of the user runs in another thread, which may read an object while a recording has numbers in it.
 
     thread = reading_thread(known)     the name of such a thread and where it is; None: there is none
+    thread = other_thread()            the same of any thread with code of the user, also one that waits
 
 A live number is an object of a type of its own (`type(trainer.n) is int` is false, `json` refuses it). While a step is
 recorded, these objects are where the step keeps its numbers, and any thread may read there: so no number is live while
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from types import FrameType
 
 from functionalize.util.packages import is_users
@@ -28,20 +29,28 @@ def reading_thread(known: Container[int]) -> str | None:
 
     known: the identifiers of threads that do not.
     """
+    found = (users for ident, frame, users in _others() if ident not in known and not _waits(frame))
+    return next(found, None)
+
+
+def other_thread() -> str | None:
+    """Which other thread runs code of the user, or waits inside it, as text: its name, file and line."""
+    return next((users for _, _, users in _others()), None)
+
+
+def _others() -> Iterator[tuple[int, FrameType, str]]:
+    """Of each other thread with code of the user: its identifier, its innermost frame, its name, file and line."""
     frames = sys._current_frames()
     # A frame that holds itself would keep the step's variables until a collection.
     del frames[threading.get_ident()]
     for ident, frame in frames.items():
-        if ident in known or _waits(frame):
-            continue
         users: FrameType | None = frame
         while users is not None and not is_users(users.f_globals.get("__name__")):
             users = users.f_back
         if users is not None:
             names = {each.ident: each.name for each in threading.enumerate()}
             where = f"{users.f_code.co_filename}:{users.f_lineno}"
-            return f"the thread {names.get(ident, str(ident))!r} ({where})"
-    return None
+            yield ident, frame, f"the thread {names.get(ident, str(ident))!r} ({where})"
 
 
 def _waits(frame: FrameType) -> bool:

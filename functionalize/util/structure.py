@@ -79,15 +79,22 @@ def _is_size(value: Any) -> bool:
 
 
 def _has_open_tuples(spec: pytree.TreeSpec) -> bool:
-    """Whether there is a named tuple of a class whose instances may have attributes beside their elements."""
-    if spec.type is namedtuple and spec.context.__dictoffset__:
+    """Whether there is a named tuple that may hold more than its iteration gives: attributes, or other elements."""
+    if spec.type is namedtuple and (spec.context.__dictoffset__ or _has_own_iter(spec.context)):
         return True
     return not spec.is_leaf() and any(map(_has_open_tuples, spec.children()))
 
 
 def _stays(is_leaf: Callable[[Any], bool], value: Any) -> bool:
-    """Whether pytree does not open a value, which would drop the attributes of a named tuple."""
-    return is_leaf(value) or (is_a(value, tuple) and bool(table_of(value)))
+    """Whether pytree does not open a value, as it would drop attributes of a named tuple, or take other elements."""
+    if is_leaf(value):
+        return True
+    return is_a(value, tuple) and (bool(table_of(value)) or _has_own_iter(type(value)))
+
+
+def _has_own_iter(kind: type[tuple[Any, ...]]) -> bool:
+    """Whether a class of tuples iterates in a way of its own."""
+    return kind.__iter__ is not tuple.__iter__
 
 
 def _is_nothing(value: Any) -> bool:

@@ -46,7 +46,10 @@ CARRIED = (
 
 # What to do instead, at the end of messages.
 OUTSIDE = ": do so outside the step"
-MORE_ITEMS = ": append to it alone, and read it outside the step; a replay appends, too"
+MORE_ITEMS = (
+    ": append to it alone, and read it outside the step, or make it as long as it will be at once; a replay appends, "
+    "too"
+)
 NO_BOUND = ": give it a bound (`deque(maxlen=n)`): a replay moves the elements of one that is full"
 FEWER_ITEMS = ": take items outside the step, and pass the step what it needs as an argument"
 KEPT_OBJECT = ": keep one object, and assign to its attributes or items"

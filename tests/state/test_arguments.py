@@ -486,3 +486,21 @@ def test_attributes_of_a_named_tuple_are_no_part_of_its_structure() -> None:
         pair.scale = float(i)  # type: ignore[attr-defined]
         assert step(pair) == 3 * i
     assert not step.stats.replays
+
+
+class Partial(namedtuple("Partial", "x n")):
+    """Iterates over a part of its elements."""
+
+    __slots__ = ()
+
+    def __iter__(self):
+        return iter((self.x,))
+
+
+def test_a_named_tuple_that_iterates_in_its_own_way_stays_whole() -> None:
+    """What pytree makes of it lacks elements; the step runs as eager does."""
+    batch = Partial(torch.ones(3), 2)
+    assert structure.flatten([batch])[0] == [batch]
+    step = fz.capture(lambda batch: batch.x * batch.n)
+    for n in range(12):
+        assert torch.equal(step(Partial(torch.ones(3) + n, n)), (torch.ones(3) + n) * n)

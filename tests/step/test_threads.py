@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import functionalize as fz
+from functionalize.errors import UncapturableError
 from functionalize.scalars.live_scalars import as_live
 from functionalize.scalars.scalar_log import ScalarLog
 from functionalize.util import turns
@@ -344,3 +345,56 @@ def test_effects_of_another_thread_are_its_own(caplog, capsys):
     assert lines == [f"told {i}" for i in range(len(BATCHES))]
     assert capsys.readouterr().out.split("\n")[:-1] == [f"printed {i}" for i in range(len(BATCHES))]
     assert step.stats.replays
+
+
+def test_a_thread_beside_a_step_that_changes_no_objects(caplog):
+    """It can read no number of the recording: the step is recorded, audited and replayed beside it."""
+
+    def trainer(capture):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return capture(step)
+
+    eager, step = trainer(lambda fn: fn), trainer(lambda fn: fz.capture(fn, audit=2))
+    with beating(lambda: sum(range(100))):
+        got = [step(x) for x in BATCHES]
+    assert_equal([got], [[eager(x) for x in BATCHES]])
+    assert step.stats.replays and step.stats.audits and not caplog.text, caplog.text
+
+
+def test_a_thread_that_draws_while_a_step_is_recorded():
+    """The message names it: the generator of the process is shared, and what the step set cannot be told from that."""
+    sent, drawn = queue.Queue(), queue.Queue()
+
+    def feed():
+        while sent.get() is not None:
+            drawn.put(torch.rand(2))
+
+    thread = threading.Thread(target=feed, name="feed")
+    thread.start()
+
+    @fz.capture(on_uncapturable="raise")
+    def step(x):
+        y = torch.dropout(x, 0.5, True)
+        sent.put(1)
+        drawn.get()
+        return y
+
+    try:
+        with pytest.raises(
+            UncapturableError, match=r"the thread .feed. .*let it draw from a `torch.Generator`"
+        ):
+            for _ in range(3):
+                step(torch.ones(3))
+    finally:
+        sent.put(None)
+        thread.join()
