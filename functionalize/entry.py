@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 from functionalize.audit.schedule import AuditOption
 from functionalize.late_sizes.late_sizes import LateSizes, takes_late_sizes
@@ -23,7 +23,38 @@ from functionalize.step.options import (
 from functionalize.step.policy import ALLOWANCE
 from functionalize.step_backward.captured_forward import captured_forward
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+@overload
+def capture(
+    train_step: Callable[P, R],
+    *,
+    passes: Sequence[Any] | str | None = None,
+    on_uncapturable: OnUncapturable = "eager",
+    max_programs: int = 16,
+    backward: bool = False,
+    compile: Compile = None,
+    memory: bool = False,
+    audit: AuditOption = "auto",
+    allowance: float | None = ALLOWANCE,
+    dynamic: Dynamic = "auto",
+) -> CapturedStep[P, R]: ...
+@overload
+def capture(
+    train_step: None = None,
+    *,
+    passes: Sequence[Any] | str | None = None,
+    on_uncapturable: OnUncapturable = "eager",
+    max_programs: int = 16,
+    backward: bool = False,
+    compile: Compile = None,
+    memory: bool = False,
+    audit: AuditOption = "auto",
+    allowance: float | None = ALLOWANCE,
+    dynamic: Dynamic = "auto",
+) -> Callable[[Callable[P, R]], CapturedStep[P, R]]: ...
 def capture(
     train_step: Callable[..., Any] | None = None,
     *,

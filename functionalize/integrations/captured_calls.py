@@ -83,7 +83,7 @@ class CapturedCall:
         self._run = call_of(module)
         named = functools.partial(self._run)
         name = named.__name__ = type(module).__name__  # type: ignore[attr-defined]
-        self.step: CapturedStep = capture(named, **options)
+        self.step: CapturedStep[..., Any] = capture(named, **options)
         self.step.boundary = (
             f"calls of `{name}`, forward with hooks, and their backward; what is around them (loss, "
             "clipping, optimizer, scheduler) runs eagerly"

@@ -20,7 +20,7 @@ from functionalize import entry
 from functionalize.step.captured_step import CapturedStep
 
 
-def capture(trainer: Any, **options: Any) -> CapturedStep:
+def capture(trainer: Any, **options: Any) -> CapturedStep[..., Any]:
     """Replace `trainer.fwd_bwd_fn` by a captured step, and return it. options: those of `fz.capture`.
 
     A call that cannot be captured runs eagerly. Raises `ValueError` for a trainer with pipeline parallelism or
@@ -37,7 +37,7 @@ def capture(trainer: Any, **options: Any) -> CapturedStep:
             "`training.disable_cuda_graphs`"
         )
     options = {"on_uncapturable": "eager", **options}
-    step: CapturedStep = entry.capture(trainer.fwd_bwd_fn, **options)
+    step: CapturedStep[..., Any] = entry.capture(trainer.fwd_bwd_fn, **options)
     step.boundary = (
         "`trainer.fwd_bwd_fn`, forward, loss and backward of a microbatch; what is around it (data, clipping, "
         "optimizer, schedulers, validation, metrics, checkpoints) runs eagerly"

@@ -58,7 +58,7 @@ def takes_late_sizes(options: CaptureOptions) -> bool:
 class LateSizes:
     """One program for all sizes that the ops of a step give their results."""
 
-    def __init__(self, step: CapturedStep) -> None:
+    def __init__(self, step: CapturedStep[..., Any]) -> None:
         self._step, self._core = step, step.core
         self.classes = _no_classes(self._core)
         self._turn: Turn | None = None  # of this call, if its kind has computed sizes

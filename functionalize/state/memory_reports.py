@@ -4,8 +4,8 @@
     recorder = Recorder(..., observer=reports.observer())
     reports.of(recording, recorded, program)                `step.memory`
 
-Nothing but the planner itself imports the planner: the package says by `provide_memory_reports` how it is imported,
-which happens when the first such step is made.
+Nothing but the planner itself imports the planner: the package says how it is imported (`util/upper_parts.py`), which
+happens when the first such step is made.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from functionalize.recorder.storage_table import RecordingObserver
+from functionalize.util.upper_parts import part
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,7 @@ class MemoryReports:
     of: Callable[[Any, Any, Any], Any]
 
 
-_SOURCES: list[Callable[[], MemoryReports]] = []
-
-
-def provide_memory_reports(load: Callable[[], MemoryReports]) -> None:
-    """Set the function that imports the planner and returns its `MemoryReports`."""
-    _SOURCES[:] = [load]
-
-
 def memory_reports() -> MemoryReports:
     """The planner's reports; imports the planner."""
-    return _SOURCES[0]()
+    found: MemoryReports = part("memory reports")
+    return found

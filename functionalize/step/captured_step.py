@@ -32,7 +32,7 @@ import logging
 import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import torch
 
@@ -141,14 +141,18 @@ from functionalize.walk.unread import ReadArguments, looks_at_frames
 from functionalize.walk.walker import PythonState
 
 log = logging.getLogger("functionalize")
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+S = TypeVar("S")
 _DISTURBED = "steps of other threads have run in its recordings"
 _READ = "another thread may read the numbers of a recording"
 _VAIN = "{}; recordings of calls that differ there were of no use: what has come there before is recorded"
 _COVERED = (Replay, Audit, Compare)
 
 
-class CapturedStep:
-    """A training step that is recorded in its steady state and replayed after.
+class CapturedStep(Generic[P, R]):
+    """A training step that is recorded in its steady state and replayed after. It takes and returns what the step does.
 
     boundary: what of a framework's loop it is, for `explain`. part: what is particular to its kind, see `hooks.py`.
     """
@@ -157,9 +161,9 @@ class CapturedStep:
 
     def __init__(
         self,
-        train_step: Callable[..., Any],
+        train_step: Callable[P, R],
         options: CaptureOptions,
-        kind: Callable[[CapturedStep], Part] | None = None,
+        kind: Callable[[CapturedStep[..., Any]], Part] | None = None,
     ) -> None:
         functools.update_wrapper(self, train_step)
         self.core = core = StepCore(train_step, options)
@@ -198,9 +202,9 @@ class CapturedStep:
         kind = self._hooks.predictions or Predictions
         return kind(self.core, self.passes, self.audits, lengths)
 
-    def like(self, train_step: Callable[..., Any]) -> CapturedStep:
+    def like(self, train_step: Callable[Q, S]) -> CapturedStep[Q, S]:
         """A captured step of its own for another callable, with the same options."""
-        return type(self)(train_step, self.core.options, self._kind)
+        return CapturedStep(train_step, self.core.options, self._kind)
 
     def __repr__(self) -> str:
         core = self.core
@@ -219,6 +223,12 @@ class CapturedStep:
     def __setstate__(self, state: State) -> None:
         set_state(self, state)
 
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> CapturedStep[P, R]: ...
+    @overload
+    def __get__(
+        self: CapturedStep[Concatenate[Any, Q], S], instance: object, owner: type | None = None
+    ) -> CapturedStep[Q, S]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As an attribute of a class: a bound method, for each instance a captured step of its own.
 
@@ -376,7 +386,7 @@ class CapturedStep:
 
     # -- call ------------------------------------------------------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """One step: a replay if all guards of a program hold, else a real run that is recorded.
 
         Inside another recording, or a transform (`torch.func`, forward-mode AD), it is a part of that: eager.

@@ -130,7 +130,7 @@ class _Tapes:
         why_unsaved="is for the backwards of eager graphs: capture a whole step",
     )
 
-    def __init__(self, step: CapturedStep) -> None:
+    def __init__(self, step: CapturedStep[..., Any]) -> None:
         step.core.name, step.core.goes_outside = "backward", True
 
 

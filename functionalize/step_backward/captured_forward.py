@@ -100,7 +100,9 @@ _NOT_PREDICTED = (
 _LACKS = "no backward was called on the results of the last recorded calls"
 
 
-def captured_forward(forward: Callable[..., Any], options: CaptureOptions) -> CapturedStep:
+def captured_forward(
+    forward: Callable[..., Any], options: CaptureOptions
+) -> CapturedStep[..., Any]:
     """A captured step of a forward, whose backward runs outside of it. Raises `PassError`."""
     if options.compares:
         changing = next(each for each in options.passes if each.changes_collectives)
@@ -111,7 +113,7 @@ def captured_forward(forward: Callable[..., Any], options: CaptureOptions) -> Ca
     return CapturedStep(forward, options, Forward)
 
 
-def forward_of(step: CapturedStep) -> Forward:
+def forward_of(step: CapturedStep[..., Any]) -> Forward:
     """What is particular to a captured forward."""
     assert isinstance(step.part, Forward)
     return step.part
@@ -120,7 +122,7 @@ def forward_of(step: CapturedStep) -> Forward:
 class Forward:
     """A captured forward: replays the forward when it is called, and its backward when autograd runs it."""
 
-    def __init__(self, step: CapturedStep) -> None:
+    def __init__(self, step: CapturedStep[..., Any]) -> None:
         self._step, self._core, self.stats = step, step.core, step.core.stats
         self._audits, self._passes = step.audits, step.passes
         self._core.hooks_run_outside = self._passes.may_follow = True

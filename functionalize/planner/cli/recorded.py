@@ -166,7 +166,7 @@ def _recorded(
     )
 
 
-def _stats(captured: CapturedStep) -> dict[str, Any]:
+def _stats(captured: CapturedStep[..., Any]) -> dict[str, Any]:
     stats = captured.stats
     names = ("ops", "resizes", "nodes", "inputs", "guards")
     return {

@@ -115,7 +115,7 @@ class _Open:
     world: World
     model_key: Any = None
     built: Any = None
-    captured: CapturedStep | None = None
+    captured: CapturedStep[..., Any] | None = None
 
 
 class Planner:
@@ -306,7 +306,7 @@ def without_program(
 
 
 def record(
-    step: CapturedStep,
+    step: CapturedStep[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     say: Callable[[str], None] = lambda text: None,
@@ -322,7 +322,7 @@ def record(
 
 
 def settled(
-    step: CapturedStep,
+    step: CapturedStep[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     say: Callable[[str], None] = lambda text: None,
