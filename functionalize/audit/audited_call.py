@@ -10,7 +10,6 @@ logged and is no verdict. Numbers are live if they were in the recording, so tha
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Container, Sequence
 from typing import Any, Protocol
@@ -37,11 +36,9 @@ from functionalize.state.hyperparameters import lifted
 from functionalize.state.moving_state import MovingPlaces, MovingState
 from functionalize.state.python_effects import flatten_left, in_order
 from functionalize.state.sources import changed_slots
+from functionalize.util.switches import AUDITS
 from functionalize.walk.converted_arrays import tensors_by_array
 from functionalize.walk.live_places import NO_PLACES
-
-log = logging.getLogger("functionalize")
-
 
 # What else differs after the step, as text: of its recorder, its effects in Python, and the generators that it moved.
 Also = Callable[[Recorder, Sequence[Any], Container[int]], str | None]
@@ -97,7 +94,7 @@ class AuditedCall:
             except GuardError:
                 raise
             except Exception as error:  # eager will raise, too, or the op streams will differ
-                log.info("an audit compares no results, since the graph fails: %s", error)
+                AUDITS.info("an audit compares no results, since the graph fails: %s", error)
         call.inputs.clear()  # the step must be able to free them
         return AuditedCall(signature, Call(call.leaves, []), expected)
 
@@ -191,4 +188,4 @@ def judged(find: Callable[[], AuditVerdict]) -> AuditVerdict | None:
 
 def log_bug(error: Exception) -> None:
     """Log an error of an audit itself, after which the step goes on."""
-    log.error("a bug in functionalize, please report it: an audit failed", exc_info=error)
+    AUDITS.error("a bug in functionalize, please report it: an audit failed", exc_info=error)

@@ -30,6 +30,7 @@ from functionalize.deferral.mode import LazyMode
 from functionalize.deferral.runs import Kind, Runs
 from functionalize.errors import PassError
 from functionalize.step.options import CaptureOptions
+from functionalize.util.switches import mode
 
 MAX_PROGRAMS = 16  # of one captured callable
 DEFAULT_BUDGET = float(2**30)
@@ -152,6 +153,7 @@ def lazy(
         raise ValueError(
             f"max_programs and max_bytes are at least 1, not {max_programs}, {max_bytes}"
         )
+    enabled = enabled and mode() != "off"
     if isinstance(passes, str):
         from functionalize import passes as package  # here, as `passes` imports `functionalize`
 
@@ -162,7 +164,7 @@ def lazy(
 def _report(mode: LazyMode, runs: Runs, enabled: bool, refused: str | None) -> str:
     """What waited, who looked, and what ran, one line each."""
     if not enabled:
-        return "lazy is switched off (enabled=False): every op ran at once"
+        return "lazy is switched off (enabled=False, or FUNCTIONALIZE=off): every op ran at once"
     lines = [f"{mode.waited} ops waited; {runs.compiles} programs were made"]
     if refused is not None:
         lines.append(f"a block was entered {refused}, and did nothing there")

@@ -11,7 +11,6 @@ Invariant: ranks that vote record together, or run eagerly together: which, the 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -42,9 +41,9 @@ from functionalize.step.stages import Invocation
 from functionalize.step.vote import RARE
 from functionalize.templates.call_keys import LATE, shapes_of, with_late_sizes
 from functionalize.templates.fitting import Sizes
+from functionalize.util.switches import SIZES
 from functionalize.util.user_warning import warn_uncapturable
 
-log = logging.getLogger("functionalize")
 _DUE = "calls whose sizes the step computes are recorded until they are one program, and one in so many later"
 _EVERY = 32  # calls between recordings, at first: each compares other sizes
 
@@ -212,7 +211,7 @@ class LateSizes:
             except Exception as error:  # its programs stay as they are
                 group.passed = f"the passes fail: {type(error).__name__}: {error}"
         if group.passed:
-            log.info("the passes of %s do not run: %s", self._core.name, group.passed)
+            SIZES.info("the passes of %s do not run: %s", self._core.name, group.passed)
         self._drop_old()
 
     def _drop_old(self) -> None:

@@ -10,7 +10,6 @@ the step is refused.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from functionalize.audit.audited_call import AuditedCall, log_bug
@@ -22,8 +21,8 @@ from functionalize.step.core import EVERY_CALL, StepCore
 from functionalize.step.policy import AUDIT
 from functionalize.step.stages import Invocation
 from functionalize.step.vote import Level
+from functionalize.util.switches import AUDITS
 
-log = logging.getLogger("functionalize")
 _OF_USE = 32  # replays
 _MOST_FAILURES = 3  # of audits, before the step is refused
 
@@ -91,6 +90,8 @@ class Audits:
     def settle(self, verdict: AuditVerdict | None, cached: CachedProgram) -> None:
         """Drop a program that differs from eager, on all ranks; raises `AuditError` where that is the option."""
         message = self.note_difference(verdict, cached)
+        if message is None:
+            AUDITS.debug("%s: a call was as its program is", self._core.name)
         self.agree(message, cached)
         if message is not None and self._core.options.audit.raises:
             raise AuditError(message)
@@ -112,7 +113,7 @@ class Audits:
         core = self._core
         message = (verdict or AuditVerdict()).message(core.name, cached.replays + cached.audits)
         if message is not None:
-            log.error("%s", message)
+            AUDITS.error("%s", message)
             core.stats.differed(message)
             core.cache.drop(cached)
         return message

@@ -126,6 +126,7 @@ from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.other_threads import reading_thread
 from functionalize.util.own_values import own_values
 from functionalize.util.process_groups import has_ranks
+from functionalize.util.switches import MISSES, PLANS
 from functionalize.util.tensor_wrappers import has_own_functions
 from functionalize.util.text import counted, without_numbers
 from functionalize.util.turns import (
@@ -140,7 +141,6 @@ from functionalize.walk.live_places import NO_PLACES, LivePlaces
 from functionalize.walk.unread import ReadArguments, looks_at_frames
 from functionalize.walk.walker import PythonState
 
-log = logging.getLogger("functionalize")
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
@@ -186,6 +186,7 @@ class CapturedStep(Generic[P, R]):
             False  # whether recorded calls changed what Python holds, where threads may read
         )
         self._numbers = VaryingArguments()
+        self._logs_plans = PLANS.isEnabledFor(logging.DEBUG)
         # Not a forward, which goes on in its backward; nor what the user asks for at any cost.
         is_whole = self._hooks.leaves is None and not self._hooks.is_still
         is_timed = is_whole and core.policy.ledger.is_bounded
@@ -394,6 +395,8 @@ class CapturedStep(Generic[P, R]):
         grad_mode, core = torch.is_grad_enabled(), self.core
         try:
             core.policy.calls += 1
+            if core.options.is_off:
+                return self._run_eagerly(args, kwargs)
             if is_transformed() or (current_modes() and self.is_busy):
                 return self._run_eagerly(args, kwargs)
             if self._hooks.began is not None and self._hooks.began():
@@ -739,6 +742,8 @@ class CapturedStep(Generic[P, R]):
     def _act(self, plan: Plan, call: Invocation) -> Any:
         """Carry out a plan; if a guard on numbers fails, the next one."""
         while isinstance(plan, _COVERED):
+            if self._logs_plans:
+                self._log_plan(plan)
             try:
                 if isinstance(plan, Replay):
                     result = (self._hooks.replay or self.replay)(plan.cached, plan.call)
@@ -753,12 +758,24 @@ class CapturedStep(Generic[P, R]):
             else:
                 self._last_plan = LastPlan(call.key, type(plan))
                 return self._run_audited(plan, audited, call)
+        if self._logs_plans:
+            self._log_plan(plan)
         self._last_plan = LastPlan(call.key, type(plan), plan.why)
         if isinstance(plan, Record):
             return (self._hooks.capture or self.capture)(replace(call, reason=plan.why))
         self.stats.rare += plan.is_rare
         self.stats.waiting += plan.waits
         return self._run_eagerly(call.args, call.kwargs)
+
+    def _log_plan(self, plan: Plan) -> None:
+        """Say what this call does."""
+        why = (
+            plan.why
+            if isinstance(plan, (Record, Eager))
+            else f"the program of {plan.cached.reason}"
+        )
+        text = f"{type(plan).__name__.lower()}: {why}"
+        PLANS.debug("%s, call %d: %s", self.core.name, self.stats.calls + 1, text)
 
     def _run_eagerly(self, args: Any, kwargs: Any) -> Any:
         self.stats.eager += 1
@@ -853,7 +870,7 @@ class CapturedStep(Generic[P, R]):
             self.predictions.failed_unseen(cached, call, error)
         put_back(plan.call, cached.dropped)
         why = f"{type(error).__name__}: {error}"
-        log.warning("a replay of %s failed, the call runs eagerly: %s", core.name, why)
+        MISSES.warning("a replay of %s failed, the call runs eagerly: %s", core.name, why)
         return Eager(f"a replay failed: {why}")
 
     def _turn_patience(self) -> float:
@@ -1084,7 +1101,7 @@ class CapturedStep(Generic[P, R]):
             self._last_summary = outcome.summary
             self.stats.captured(outcome.counts)
         elif isinstance(outcome, WarmUp):
-            log.info("warming up %s: %s", self.core.name, outcome.reason)
+            MISSES.info("warming up %s: %s", self.core.name, outcome.reason)
             unkept = self.core.unkept.pop(key, None) or Unkept(outcome.summary)
             unkept.summary = outcome.summary
             unkept.reasons[without_numbers(outcome.reason)] += 1
@@ -1148,7 +1165,7 @@ class CapturedStep(Generic[P, R]):
 
     def _run_before_recording(self, not_yet: NotYet, call: Invocation) -> Any:
         """Run a call that makes what later recordings need; if ranks vote, they record again, too."""
-        log.info("%s runs eagerly, since it %s", self.core.name, not_yet.reason)
+        MISSES.info("%s runs eagerly, since it %s", self.core.name, not_yet.reason)
         result = self.core.fn(*call.args, **call.kwargs)
         if self.core.vote is not None:
             self.core.vote.worst(not_yet.level)

@@ -17,7 +17,6 @@ captured forwards among ranks, whose recordings no other rank would wait for.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -40,11 +39,11 @@ from functionalize.step.stats import Stats
 from functionalize.step.step_state import EntryState
 from functionalize.step.vote import RankVote, VoteAfterGraph
 from functionalize.util.process_groups import has_ranks
+from functionalize.util.switches import MISSES, REFUSALS
 from functionalize.util.text import without_numbers
 from functionalize.util.user_warning import warn_uncapturable
 from functionalize.walk.live_places import NO_PLACES
 
-log = logging.getLogger("functionalize")
 _SAVES_FOR = 64  # calls
 EVERY_CALL = object()  # the key of a refusal that holds for calls of every kind
 _TRIED_AGAIN, _MOST_REFUSED = 32, 8192  # calls after a refusal
@@ -182,7 +181,7 @@ class StepCore:
     def note_miss(self, reason: str) -> None:
         """A guard did not hold, so that a call is recorded or runs eagerly."""
         if len(self.cache):
-            log.info("recording %s again: %s", self.name, reason)
+            MISSES.info("recording %s again: %s", self.name, reason)
             # A `Miss` is a text with a question, which no process can unpickle.
             self.stats.missed(str(reason))
 
@@ -213,9 +212,11 @@ class StepCore:
         was_told = reason in self._told
         self._told.add(reason)
         if was_told:
-            log.info("%s cannot be captured: %s", self.name, error)
+            REFUSALS.info("%s cannot be captured: %s", self.name, error)
         elif self.options.raises:
-            log.warning("%s cannot be captured, its next call will raise: %s", self.name, error)
+            REFUSALS.warning(
+                "%s cannot be captured, its next call will raise: %s", self.name, error
+            )
         else:
             warn_uncapturable(f"{self.name} cannot be captured, it runs eagerly: {error}")
 

@@ -42,6 +42,8 @@ class NextCall:
     def text(self) -> str:
         """One sentence."""
         core, last = self.core, self.last
+        if core.options.is_off:
+            return "the next call runs eagerly: FUNCTIONALIZE=off"
         error = core.refused.get(last.key if last is not None else None)
         error = error or core.refused.get(EVERY_CALL)
         if error is not None:

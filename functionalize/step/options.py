@@ -26,6 +26,7 @@ from functionalize.step.policy import (
     Policy,
 )
 from functionalize.templates.template import EARLY, FEWEST
+from functionalize.util.switches import mode
 
 log = logging.getLogger("functionalize")
 
@@ -49,7 +50,8 @@ class CaptureOptions:
     audit: which calls are audited. allowance: what the step may cost beyond eager, in eager steps; None: any.
     dynamic: whether programs are predicted for sizes that were not recorded; False if "auto" does not go with the other
     options. why_static: why they are not; empty if they are. keeps_recorded: whether a program is also kept as it was
-    recorded, since no passes were asked for, and `step.program` is the functional one.
+    recorded, since no passes were asked for, and `step.program` is the functional one. is_off: whether every call runs
+    eagerly, by a switch of the environment.
     """
 
     passes: tuple[Any, ...]
@@ -63,6 +65,7 @@ class CaptureOptions:
     dynamic: Dynamic = False
     why_static: str = "dynamic=False"
     keeps_recorded: bool = False
+    is_off: bool = False
 
     @staticmethod
     def of(
@@ -107,7 +110,8 @@ class CaptureOptions:
         compares = any(each.changes_collectives for each in passes)
         raises = on_uncapturable == "raise"
         made = runner(compile)
-        schedule = AuditSchedule.of(audit)
+        switch = mode()
+        schedule = AuditSchedule.of(1 if switch == "audit" else audit)
         return CaptureOptions(
             passes,
             made,
@@ -120,6 +124,7 @@ class CaptureOptions:
             dynamic,
             why_static,
             keeps_recorded=is_default and bool(passes),
+            is_off=switch == "off",
         )
 
     def policy(self) -> Policy:

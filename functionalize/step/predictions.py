@@ -11,7 +11,6 @@ would be.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,8 +30,8 @@ from functionalize.step.pass_schedule import PassSchedule
 from functionalize.step.policy import COMPARISON
 from functionalize.step.stages import MAX_WARMUPS, Invocation
 from functionalize.templates.call_keys import shapes_of
+from functionalize.util.switches import SIZES
 
-log = logging.getLogger("functionalize")
 # A first call that is compared takes as long as some five eager ones, which some ten replays return: as many as these,
 # then one for so many replays, and at each size that has come as many times.
 _FIRST_COMPARISONS, _REPLAYS = 8, 16
@@ -247,7 +246,7 @@ class Predictions:
             prediction.group.sharing.publish(None)
         self._wrong.add(key)
         text = f"a call of {self._core.name} is not as predicted from calls of other sizes: {why}"
-        log.info("%s", text)
+        SIZES.info("%s", text)
         stats.missed(text)
 
     def failed_unseen(self, cached: CachedProgram, call: Invocation, error: Exception) -> None:

@@ -18,7 +18,6 @@ loaded. A program for objects that no longer exist is left out with a warning: n
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,9 +53,9 @@ from functionalize.saving.step_codecs import Gone, forms
 from functionalize.state.hyperparameters import Key
 from functionalize.step.cache import CachedProgram, ProgramCache
 from functionalize.step.vote import RankVote
+from functionalize.util.switches import AUDITS, REFUSALS
 from functionalize.walk.walker import walked
 
-log = logging.getLogger("functionalize")
 _RUNNERS: Mapping[str, Runner] = {persist.runner_name(each): each for each in RUNNERS.values()}
 Json = Any
 
@@ -144,7 +143,7 @@ def _contents(fn: Callable[..., Any], saved: SavedStep) -> tuple[Json, Json, Wri
             written[id(cached)] = len(programs) - 1
         except Gone as lost:
             error = lost
-            log.warning("program %d of %s is not saved: it %s", number, fn, lost)
+            REFUSALS.warning("program %d of %s is not saved: it %s", number, fn, lost)
     if not programs:
         raise error
     vote = saved.vote
@@ -206,7 +205,7 @@ def _write_classes(
         try:
             code = write_class(replace(writer, encoder=encoder), group, f"class_{number}")
         except SaveError as error:
-            log.warning(
+            REFUSALS.warning(
                 "of %s, sizes that were not recorded are recorded where it is loaded: it %s",
                 fn,
                 error,
@@ -221,7 +220,7 @@ def _write_signature(writer: Writer, cached: CachedProgram) -> Json:
     try:
         return writer.encoder.value(cached.signature, "the op stream")
     except SaveError as error:
-        log.info("a saved program will not be audited: its op stream %s", error)
+        AUDITS.info("a saved program will not be audited: its op stream %s", error)
         return None
 
 

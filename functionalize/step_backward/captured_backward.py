@@ -105,6 +105,8 @@ class TapeBackward:
             passed *= len(roots)
         gradients = first_gradients(roots, passed)
         try:
+            if self.step.core.options.is_off:
+                raise Unlisted("switched off by FUNCTIONALIZE=off")
             if self.step.is_busy:
                 raise Unlisted("inside of a recording or a transform")
             tape = listed(roots, gradients)

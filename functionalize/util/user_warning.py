@@ -8,15 +8,13 @@ because a step is slower than it could be.
 
 from __future__ import annotations
 
-import logging
 import sys
 import warnings
 from types import FrameType
 
 from functionalize.errors import UncapturableWarning
+from functionalize.util.switches import REFUSALS
 from functionalize.util.user_stack import is_internal
-
-log = logging.getLogger("functionalize")
 
 
 def warn_uncapturable(message: str) -> None:
@@ -28,4 +26,4 @@ def warn_uncapturable(message: str) -> None:
     try:
         warnings.warn(UncapturableWarning(message), stacklevel=level)
     except UncapturableWarning:
-        log.warning("%s", message)
+        REFUSALS.warning("%s", message)

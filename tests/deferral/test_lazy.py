@@ -283,7 +283,10 @@ def test_switched_off() -> None:
     with lazy:
         assert (torch.ones(2) * 2).tolist() == [2.0, 2.0]
         assert pending(lazy) == 0
-    assert lazy.explain() == "lazy is switched off (enabled=False): every op ran at once"
+    assert (
+        lazy.explain()
+        == "lazy is switched off (enabled=False, or FUNCTIONALIZE=off): every op ran at once"
+    )
 
 
 def test_wrong_limits() -> None:
