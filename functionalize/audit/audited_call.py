@@ -29,7 +29,7 @@ from functionalize.errors import GuardError
 from functionalize.ir.inputs import Call
 from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
-from functionalize.scalars.escaped_numbers import replace_escaped
+from functionalize.scalars.escaped_numbers import replace_escaped, without_live
 from functionalize.scalars.live_scalars import plain_tree
 from functionalize.state import arguments
 from functionalize.state.hyperparameters import lifted
@@ -131,9 +131,7 @@ class AuditedCall:
         changed = hyper.changed or arguments.changed(args, kwargs, leaves, spec)
         grad_mode = torch.is_grad_enabled()
         self._judge(lambda: self._verdict(comparison, changed, moving, grad_mode))
-        result = plain_tree(moving.returned)
-        replace_escaped(recorder.scalar_log)
-        return result
+        return without_live(recorder.scalar_log, [moving.returned])
 
     def _begin(self, signature: Signature, recorder: AuditRecorder) -> Comparison:
         """Look up every place from outside, before the step runs."""

@@ -144,11 +144,18 @@ def _tensor_from_number(original: Any) -> Any:
         shape, numbers = found
         has_float = any(isinstance(each, float) for each in numbers)
         dtype = kwargs.get("dtype") or (torch.get_default_dtype() if has_float else torch.int64)
-        made = [torch.full((), n, dtype=dtype, device=kwargs.get("device")) for n in numbers]
+        made = [_scalar_tensor(n, dtype, kwargs.get("device")) for n in numbers]
         return made[0] if not shape else torch.stack(made).reshape(shape)
 
     make.__doc__ = original.__doc__
     return make
+
+
+def _scalar_tensor(number: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:
+    """A tensor of one number, as `torch.tensor` rounds it: what is too large for a float32 is infinite."""
+    if dtype is not torch.float32:
+        return torch.full((), number, dtype=dtype, device=device)
+    return torch.full((), number, dtype=torch.float64, device=device).to(dtype)  # `full` raises
 
 
 def _elements(data: Any) -> tuple[tuple[int, ...], list[Any]] | None:

@@ -44,7 +44,13 @@ from functionalize.calls.own_generators import is_own
 from functionalize.ir.scalars import Applied, ScalarInput, bottom_up, is_expression
 from functionalize.recorder.recorder import Recorder
 from functionalize.scalars.float_calls import Scope, float_scopes, live_floats
-from functionalize.scalars.live_scalars import as_live, expression_of, is_live, left_behind
+from functionalize.scalars.live_scalars import (
+    as_live,
+    expression_of,
+    is_live,
+    left_behind,
+    plain_tree,
+)
 from functionalize.state.arguments import flatten, flatten_result, unflatten_result
 from functionalize.state.carried_containers import (
     Memo,
@@ -626,7 +632,7 @@ class MovingState:
                 return
             self.effects.append((Appended(name, place), unflatten_result(leaves, spec)))
             if any(map(is_live, leaves)):
-                now[at] = _with_plain(now[at])
+                now[at] = plain_tree(now[at])
 
     @property
     def key(self) -> Moves | None:
@@ -667,20 +673,6 @@ def _brief(value: Any) -> str:
 
 def _is_repeatable(leaf: Any) -> bool:
     return is_live(leaf) or isinstance(leaf, Tensor) or type(leaf) in NUMBERS
-
-
-def _with_plain(value: Any) -> Any:
-    """A value of a list, with live numbers replaced: in place where it is a container, which the caller may hold."""
-    if is_live(value):
-        return left_behind(value)
-    if type(value) is dict:
-        for key, each in value.items():
-            value[key] = _with_plain(each)
-    elif type(value) is list:
-        value[:] = map(_with_plain, value)
-    elif type(value) is tuple:
-        return tuple(map(_with_plain, value))
-    return value
 
 
 def _shape(leaf: Any, expression: Any, constants: list[Hashable]) -> Hashable:

@@ -58,8 +58,8 @@ from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
 from functionalize.recorder.watched_recorder import WatchedRecorder
 from functionalize.run.detached_outputs import refusing_backward
-from functionalize.scalars.escaped_numbers import replace_escaped
-from functionalize.scalars.live_scalars import plain_tree, was_refused
+from functionalize.scalars.escaped_numbers import without_live
+from functionalize.scalars.live_scalars import was_refused
 from functionalize.state import arguments
 from functionalize.state.arguments import UNOPENED
 from functionalize.state.dropped_gradients import drop, put_back
@@ -919,10 +919,9 @@ class CapturedStep(Generic[P, R]):
                 else:  # what another thread did meanwhile is not the step's
                     self.stats.eager += 1
                     self._disturbed += 1
-                result, log_of_numbers = plain_tree(run.returned), run.recorder.scalar_log
+                result, log_of_numbers = [run.returned], run.recorder.scalar_log
                 del run
-                replace_escaped(log_of_numbers)  # the caller may hold them
-                return result
+                return without_live(log_of_numbers, result)
         return self.run_unrecordable(run, call)
 
     def recorder(self, call: Invocation) -> Recorder:

@@ -469,15 +469,21 @@ def contents(places: Iterable[Held]) -> Iterator[Any]:
         yield content(place)
 
 
+# By which tuples are read; with others, an object is not its elements.
+_OF_TUPLES = ("__iter__", "__getitem__", "__len__", "__eq__", "__hash__", "__getattribute__")
+
+
 @by_class
 def _is_named_tuple(kind: type) -> bool:
-    """Whether a type is made by `namedtuple`, with nothing else in its instances."""
+    """Whether a type is made by `namedtuple`, or adds methods to one, with nothing else in its instances."""
+    if not issubclass(kind, tuple):
+        return False
+    made = next(each for each in reversed(kind.__mro__) if each not in (object, tuple))
     return (
-        issubclass(kind, tuple)
-        and kind.__bases__ == (tuple,)
-        and kind.__dictoffset__ == 0
-        and {"_fields", "_make", "_replace"} <= vars(kind).keys()
-        and kind.__iter__ is tuple.__iter__
+        kind.__dictoffset__ == 0
+        and made.__bases__ == (tuple,)
+        and {"_fields", "_make", "_replace"} <= vars(made).keys()
+        and all(getattr(kind, name) is getattr(tuple, name) for name in _OF_TUPLES)
     )
 
 

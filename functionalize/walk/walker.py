@@ -40,7 +40,7 @@ from functionalize._compat.autograd import (
 )
 from functionalize._compat.modules import without_reports
 from functionalize.errors import UncapturableError
-from functionalize.scalars.live_scalars import is_live
+from functionalize.scalars.live_scalars import is_live, left_behind
 from functionalize.util.own_values import OWN_VALUES
 from functionalize.util.packages import compares_classes, is_users_function
 from functionalize.util.reading import (
@@ -338,6 +338,8 @@ class PythonState:
             return self._note(visit, value)
         if kind in PLAIN:  # -0.0 is not 0.0, True is not 1
             return self._note(visit, (kind, repr(value)))
+        if is_live(value):  # of this recording, or left behind by one in an object of C code
+            return self._note(visit, ("object", kind, repr(left_behind(value))))
         # What is found elsewhere is compared there.
         seen = self.seen if visit.moving is None or id(value) in self.seen else self._seen_moving
         place = visit.place if self.live.values and issubclass(kind, Tensor) else None

@@ -45,6 +45,7 @@ EXITS = {
         "lengths/observed_sizes.py": "a size, whose formula is noted beside it",
         "state/moving_state.py": "places of numbers after the recording, which an effect assigns",
         "state/carried_containers.py": "containers at such places",
+        "walk/walker.py": "a fact about a number that an object of C code holds still",
         "walk/live_places.py": "the type of what a place holds",
     },
 }
