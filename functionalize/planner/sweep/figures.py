@@ -22,9 +22,8 @@ from functionalize.planner.machines.constants import declared
 from functionalize.planner.report.text import Memory
 from functionalize.planner.sweep.columns import levels_row
 from functionalize.planner.sweep.training import Items
-from functionalize.planner.time.call_costs import Costs, call_costs
 from functionalize.planner.time.communication import Traffic, communication, members_of
-from functionalize.planner.time.compute import Work, compute
+from functionalize.planner.time.compute import Costs, Work, call_costs, compute
 from functionalize.planner.time.step_time import StepTime, step_time, time_range
 from functionalize.planner.timeline.timeline import PROGRAM
 from functionalize.program.program import Program

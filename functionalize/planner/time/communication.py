@@ -32,8 +32,7 @@ from functionalize.cost.calls import arguments_of
 from functionalize.cost.costs import is_collective
 from functionalize.cost.messages import Message, group_name_of, sent
 from functionalize.ir.phases import phase_of
-from functionalize.planner.time.call_costs import Costs, call_costs
-from functionalize.planner.timeline.sums import summed
+from functionalize.planner.time.compute import Costs, call_costs, summed
 from functionalize.program.program import Program
 
 

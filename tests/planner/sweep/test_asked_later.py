@@ -16,7 +16,7 @@ from functionalize.ir.inputs import Argument, InputSpec
 from functionalize.ir.ops import contiguous_geometry
 from functionalize.planner.lifetimes import step_memory
 from functionalize.planner.sweep.figures import Figures
-from functionalize.planner.time.call_costs import call_costs
+from functionalize.planner.time.compute import call_costs
 from functionalize.planner.timeline import program_memory
 from functionalize.planner.timeline.program_memory import program_timeline
 from functionalize.program import executable

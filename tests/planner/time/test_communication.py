@@ -19,7 +19,7 @@ from functionalize.planner.time.communication import (
     communication,
     members_of,
 )
-from functionalize.planner.timeline.sums import summed
+from functionalize.planner.time.compute import summed
 from functionalize.program.collective_order import sequences
 from tests.planner.captured import Recorded, recorded
 from tests.planner.nodes import node_of

@@ -11,8 +11,7 @@ import torch
 
 import functionalize as fz
 from benchmarks.capture import VOCABULARY
-from functionalize.planner.time.compute import Work, compute
-from functionalize.planner.timeline.sums import summed
+from functionalize.planner.time.compute import Work, compute, summed
 from functionalize.program import metadata as metas
 from functionalize.util.torch_release import minor_of
 from tests.planner.captured import COUNTED_BY_TORCH, LAYERS, TOKENS, WIDTH, recorded

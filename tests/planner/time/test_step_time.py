@@ -23,9 +23,8 @@ from functionalize.ir.barrier import BARRIER
 from functionalize.ir.waits import WAIT
 from functionalize.planner.report.rows import Span
 from functionalize.planner.time.communication import communication
-from functionalize.planner.time.compute import compute
+from functionalize.planner.time.compute import compute, summed
 from functionalize.planner.time.step_time import StepTime, step_time
-from functionalize.planner.timeline.sums import summed
 from tests.planner.captured import Recorded, recorded
 
 functional = torch.ops._c10d_functional

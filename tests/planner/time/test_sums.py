@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from functionalize.planner.time.compute import Work
-from functionalize.planner.timeline.sums import summed
+from functionalize.planner.time.compute import Work, summed
 
 ROWS = [
     Work("aten.mm", "forward", "a", 1, 10, 100),
