@@ -24,8 +24,7 @@ from functionalize.discharge.rules.resizes import RESIZE_STORAGE
 from functionalize.ir.ops import Geometry, OpRecord
 from functionalize.planner.lifetimes.input_categories import Origin
 from functionalize.planner.lifetimes.op_categories import OpCategories, phases_of
-from functionalize.planner.scratch.scratch import scratch_bytes
-from functionalize.planner.scratch.unknown import uncounted
+from functionalize.planner.scratch.scratch import scratch_bytes, uncounted
 from functionalize.planner.timeline.timeline import BEFORE, Allocation, Event, LateOps, Op, Timeline
 from functionalize.util.user_stack import line_or_empty
 

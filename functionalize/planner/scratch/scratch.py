@@ -1,6 +1,7 @@
 """Memory that a CUDA kernel allocates and frees inside itself, below the dispatcher: modelled from sources, unmeasured.
 
     scratch_bytes(record, "cuda"), scratch_of(node, "cuda")     bytes at the op's own peak beyond its inputs and outputs
+    uncounted(targets, "cuda")      {"_scaled_dot_product_cudnn_attention_backward": 32}: kernels without a figure
 
             ┌──┐ scratch      The peak of an op: its inputs, its outputs and its scratch.
         ┌───┘  └─ output
@@ -11,15 +12,26 @@
                                                    keys' gradients per query head where heads are grouped
     memory-efficient attention, backward           float32 gradient of the queries, row sums of the gradient
 
-An op without an entry has 0 bytes, and may still have scratch: partial sums of norms, sorts and embeddings are missing.
-Every op of a CPU has 0 bytes: what its kernels allocate depends on the build, on the threads and on the instructions of
-the CPU. The workspaces of cuBLAS and cuDNN are constants of a process: see `planner/machines/constants.py`.
+    Op without a figure                            why
+    cuDNN attention, backward                      cuDNN chooses a plan, and its workspace, at run time
+    convolutions                                   cuDNN and MIOpen measure or guess an algorithm; oneDNN blocks its
+                                                   operands
+    recurrent layers                               cuDNN's workspace and reserve space; oneDNN's packed weights, and the
+                                                   workspace of an LSTM, which is empty on fake tensors
+
+A report counts 0 for those without a figure, and names them. Any other op has 0 bytes, and may still have scratch:
+partial sums of norms, sorts and embeddings are missing. The ops of a CPU have 0 bytes: what its kernels allocate
+depends on the build, on the threads and on the instructions of the CPU. The workspaces of cuBLAS and cuDNN are
+constants of a process: see `planner/machines/constants.py`.
+Source of the second table: `getMaxWorkspaceSize` of aten/src/ATen/native/cudnn/Conv_v7.cpp, `cudnnGetRNNTempSpaceSizes`
+in RNN.cpp, `mha_graph->get_workspace_size()` in MHA.cpp. That of oneDNN: `docs/plan.md`, what is not counted.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -130,3 +142,34 @@ MODELLED: Mapping[str, Callable[[Arguments], int]] = types.MappingProxyType(
         "_scaled_dot_product_efficient_attention_backward": efficient_attention_backward,
     }
 )
+
+
+# -- kernels without a figure ----------------------------------------------------------------------
+
+
+_ANYWHERE = frozenset(
+    (
+        *("convolution", "_convolution", "convolution_overrideable", "convolution_backward"),
+        *("convolution_backward_overrideable", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"),
+    )
+)
+_ON_A_GPU = _ANYWHERE | frozenset(
+    (
+        *("_scaled_dot_product_cudnn_attention_backward", "_cudnn_attention_backward"),
+        *("_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward"),
+        *("cudnn_convolution", "cudnn_convolution_transpose", "cudnn_convolution_relu"),
+        *("miopen_convolution", "miopen_convolution_transpose", "miopen_depthwise_convolution"),
+    )
+)
+
+
+def uncounted(targets: Iterable[Any], device: str) -> Mapping[str, int]:
+    """The ops whose scratch no table has, with the number of their calls. device: whose kernels run."""
+    unknown = _ANYWHERE if device == "cpu" else _ON_A_GPU
+    calls = Counter(targets)
+    found: Counter[str] = Counter()
+    for target, count in calls.items():
+        name = base_name(target)
+        if name in unknown:
+            found[name] += count
+    return dict(found)

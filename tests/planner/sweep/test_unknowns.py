@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import functionalize as fz
-from functionalize.planner.scratch.unknown import _ANYWHERE, _ON_A_GPU, uncounted
+from functionalize.planner.scratch.scratch import _ANYWHERE, _ON_A_GPU, uncounted
 
 aten = torch.ops.aten
 CONVOLUTIONS = "convolution (1 call), convolution_backward (1 call)"
