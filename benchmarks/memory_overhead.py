@@ -34,7 +34,7 @@ import functionalize as fz
 from benchmarks.capture import Empty
 from benchmarks.machine import machine
 from benchmarks.memory_truth import Case, Subject
-from functionalize.planner.lifetimes.observer import LifetimeObserver
+from functionalize.planner.lifetimes.step_memory import LifetimeObserver
 from functionalize.recorder.recorder import Recorder
 from functionalize.step.step_state import EntryState
 from functionalize.util.gc_pause import only_young_collections

@@ -63,7 +63,7 @@ class Recorder(Watcher):
     live: the numbers that Python reads are live (see live_scalars.py).
     for_real: the step must run to its end, also if an op cannot be recorded. None: as `ignore_fake`; a step in a fake
     world runs on fakes alone and passes it.
-    observer: notes when storages are allocated and freed (see planner/lifetimes/observer.py).
+    observer: notes when storages are allocated and freed (see planner/lifetimes/step_memory.py).
     records: the op stream. tape: the notes about autograd's nodes.
     scalars: the numbers that Python read, if numbers are not live; live ones are in `scalar_log`.
     started: whether it was ever entered. failed: the exception that an op raised, and the op's record.

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
 from functionalize.errors import UncapturableError, UnsupportedOpError
-from functionalize.planner.lifetimes.light_recorder import MemoryRecorder
+from functionalize.planner.lifetimes.record_memory import MemoryRecorder
 from functionalize.recorder.eager_formulas import EagerFormulas
 from functionalize.recorder.recorder import Recorder
 from tests.discharge.eager import same_as_eager
