@@ -4,19 +4,26 @@
     moved(node)                   bytes read and written; for a collective, the bytes each rank of a ring sends
     cost_of(node)                 these and what else its time follows from on any machine
     seconds(node, machine)        the modelled time on a `Machine`
+    kind_of_kernel("addmm")       "matmul": what the efficiency of an op is looked up by
 
     kind of node                              seconds
     views, waits, numbers, inputs             0
     collectives                               latency + bytes sent / link_bandwidth (`step_time.py` also models nodes)
     copies from one device to another         overhead + bytes / host_bandwidth
-    ops on offloaded tensors                  overhead + bytes / host_memory_bandwidth (`host_work.py`)
+    ops on offloaded tensors                  overhead + bytes / host_memory_bandwidth
     everything else                           overhead + max(flops / FLOP/s, bytes moved / memory_bandwidth)
 
 FLOP/s and bandwidths are the machine's peaks times its efficiency for this kind of kernel and this size
-(`machines/efficiency.py`; without curves: the peaks). A causal attention computes half of its FLOPs.
-Not modelled: transfers that overlap with others, the contents of caches.
+(`machines/efficiency.py`; without curves: the peaks). A causal attention computes half of its FLOPs. An op in place has
+the kind of its functional form; one that is not listed is pointwise, or a matmul if it has FLOPs.
+Offloaded tensors are what FSDP2's `CPUOffloadPolicy` keeps in host memory: the optimizer computes on them, and sums of
+gradients. Their bandwidth is a rank's part of the host's memory channels at their peak, while all ranks of the host are
+busy.
 Bytes are the sizes of the tensors; a lookup (`embedding`, `index`) reads as many bytes of its table as it returns.
 Sizes come from the fake values in `node.meta["val"]`, which must be static.
+Not modelled: transfers that overlap with others, the contents of caches.
+Refuses (`PlanError`), of offloaded tensors: a machine without `host_memory_bandwidth`; ops with FLOPs (a matmul on the
+host, as of Muon); collectives of more than a few numbers, which NCCL does not have for host tensors.
 """
 
 from __future__ import annotations
@@ -30,17 +37,37 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
+from functionalize._compat.fakes import HOST
 from functionalize.analysis.aliases import leaves_gradients, storage_key, written_nodes
 from functionalize.cost.calls import arguments_of, nbytes_of
 from functionalize.cost.categories import packet
-from functionalize.cost.host_work import host_seconds, on_host
-from functionalize.cost.kernels import kind_of_kernel
-from functionalize.cost.machines.efficiency import COLLECTIVE, MEMORY, SUSTAINED
+from functionalize.cost.machines.efficiency import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    COLLECTIVE,
+    CONVOLUTION,
+    COPY,
+    COSTLY,
+    CUDNN,
+    CUDNN_BACKWARD,
+    LOOKUP,
+    MATMUL,
+    MEMORY,
+    NORM,
+    OPTIMIZER,
+    POINTWISE,
+    RANDOM,
+    REDUCTION,
+    SUSTAINED,
+)
 from functionalize.cost.machines.machine import Machine
 from functionalize.cost.messages import Message, message_of
+from functionalize.errors import PlanError
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.waits import WAIT
-from functionalize.program.metadata import tensors_of
+from functionalize.program.metadata import read_provenance, tensors_of
+from functionalize.util.text import human_bytes
+from functionalize.util.user_stack import user_line
 
 aten = torch.ops.aten
 
@@ -103,7 +130,7 @@ def _formula(target: Any) -> Callable[..., Any] | None:
 
 # A ring all-reduce is a reduce-scatter followed by an all-gather: it sends the bytes twice.
 _REDUCES_AND_GATHERS = ("all_reduce", "all_reduce_coalesced", "all_reduce_premul_sum")
-_LOOKUPS = frozenset(("embedding", "gather", "index", "index_select"))
+_READS_ROWS = frozenset(("embedding", "gather", "index", "index_select"))
 _NOTHING_WRITTEN = frozenset(("empty", "empty_like", "empty_strided", "new_empty"))
 _NO_MESSAGE = frozenset(("wait_tensor", "_wrap_tensor_autograd"))
 
@@ -124,7 +151,7 @@ def moved(node: fx.Node) -> int:
         return abs(out - into) or into
     if packet(node) in _NOTHING_WRITTEN:
         return 0
-    if packet(node) in _LOOKUPS and read:
+    if packet(node) in _READS_ROWS and read:
         return into - read[0] + min(read[0], out) + out
     if _is_mutable(node):  # its results are the arguments that it wrote
         out = sum(nbytes_of(t) for _, n in written_nodes(node) for t in tensors_of(n.meta["val"]))
@@ -137,7 +164,7 @@ class Cost(NamedTuple):
     """What a call costs on any machine.
 
     free: see `is_free`. flops, moved: 0 of a free call. dtype: that an op computes in. message: of a collective.
-    on_host: see `host_work.py`. between_devices: whether it copies from one device to another.
+    on_host: see `on_host`. between_devices: whether it copies from one device to another.
     length: of the keys of an attention.
     """
 
@@ -196,7 +223,7 @@ def op_seconds(node: fx.Node, machine: Machine, cost: Cost) -> float:
     """The modelled time of an op that is neither free nor a collective; reads no values. cost: of that op."""
     flops, nbytes = cost.flops, cost.moved
     if cost.on_host:
-        return host_seconds(node, machine, flops, nbytes)
+        return _host_seconds(node, machine, flops, nbytes)
     if cost.between_devices:
         return machine.overhead + nbytes / 2 / machine.host_bandwidth  # nbytes: read + written
     kind = kind_of_kernel(packet(node), flops)
@@ -258,3 +285,105 @@ def _nodes(arg: Any) -> list[fx.Node]:
 
 def _first(value: Any) -> Tensor | None:
     return next(tensors_of(value), None)
+
+
+# -- the kinds of kernels --------------------------------------------------------------------------
+
+
+# Ops of several instructions per element: exponentials, roots, divisions by polynomials.
+_COSTLY = (
+    "cos cosh elu erf exp exp2 expm1 gelu gelu_backward log log1p log2 log_sigmoid mish pow reciprocal rsqrt sigmoid "
+    "sigmoid_backward silu silu_backward sin softplus sqrt tan tanh tanh_backward"
+)
+_RANDOM = (
+    "bernoulli exponential native_dropout normal normal_functional rand rand_like randint randn "
+    "randn_like uniform"
+)
+_REDUCTIONS = (
+    "_log_softmax _log_softmax_backward_data _softmax _softmax_backward_data all amax amin any argmax cumsum "
+    "linalg_vector_norm logsumexp max mean min nll_loss_backward nll_loss_forward prod std sum var"
+)
+_COPIES = (
+    "_chunk_cat _to_copy cat clone copy constant_pad_nd contiguous fill flip repeat roll slice_backward slice_scatter "
+    "split_with_sizes_copy stack zero zeros zeros_like full full_like ones ones_like select_backward"
+)
+_LOOKUPS = "embedding embedding_dense_backward gather index index_add index_put index_select scatter scatter_add"
+_BY_NAME: Mapping[str, str] = types.MappingProxyType(
+    {
+        **dict.fromkeys(_COSTLY.split(), COSTLY),
+        **dict.fromkeys(_RANDOM.split(), RANDOM),
+        **dict.fromkeys(_REDUCTIONS.split(), REDUCTION),
+        **dict.fromkeys(_COPIES.split(), COPY),
+        **dict.fromkeys(_LOOKUPS.split(), LOOKUP),
+        "convolution": CONVOLUTION,
+        "convolution_backward": CONVOLUTION,
+    }
+)
+_CUDNN = (CUDNN, CUDNN_BACKWARD)
+# The parts of names that tell a kind, in this order.
+_PARTS = (("_norm", NORM), ("_fused_", OPTIMIZER), ("_foreach_", OPTIMIZER))
+
+
+def kind_of_kernel(name: str, flops: int = 0) -> str:
+    """The kind of an op, by its name without namespace and overload. flops: of the op."""
+    if "scaled_dot_product" in name:
+        forward, backward = _CUDNN if "cudnn" in name else (ATTENTION, ATTENTION_BACKWARD)
+        return backward if "_backward" in name else forward
+    plain = name if name.startswith("__") else name.removesuffix("_")
+    found = _BY_NAME.get(plain)
+    if found is None:
+        found = next((kind for part, kind in _PARTS if part in plain), None)
+    if found is None or (flops and found not in (CONVOLUTION, NORM)):
+        return MATMUL if flops else found or POINTWISE
+    return found
+
+
+# -- ops on the host -------------------------------------------------------------------------------
+
+
+_FEW_BYTES = (
+    1024  # bytes of a collective that costs its latency alone, as that of a gradient's norm
+)
+
+
+def on_host(node: fx.Node) -> bool:
+    """Whether a node computes in host memory: neither an argument nor a result is on the device.
+
+    Numbers in tensors of no dimension may be on either; an in-place op may have no result.
+    """
+    values = (t for n in (node, *node.all_input_nodes) for t in tensors_of(n.meta.get("val")))
+    return {t.device.type for t in values if t.dim()} == {HOST.type}
+
+
+def _host_seconds(node: fx.Node, machine: Machine, flops: int, nbytes: int) -> float:
+    """The modelled time of an op on the host; flops, nbytes: of that op."""
+    if flops:
+        raise _host_error(
+            node,
+            "computes on offloaded tensors, and the FLOP/s of the host are not modelled: move its arguments to the "
+            "device, or plan without CPUOffloadPolicy",
+        )
+    if machine.host_memory_bandwidth is None:
+        raise _host_error(
+            node,
+            "computes on offloaded tensors, and the machine has no `host_memory_bandwidth`: set it, in bytes/s for "
+            "each rank",
+        )
+    return machine.overhead + nbytes / machine.host_memory_bandwidth
+
+
+def check_collective(node: fx.Node, nbytes: int) -> None:
+    """Raises `PlanError` if a collective of offloaded tensors takes more than its latency. nbytes: sent."""
+    if nbytes > _FEW_BYTES:
+        raise _host_error(
+            node,
+            f"sends {human_bytes(nbytes)} of offloaded tensors, and collectives of host memory (gloo's) are not "
+            "modelled: move them to the device first, or plan without CPUOffloadPolicy",
+        )
+
+
+def _host_error(node: fx.Node, why: str) -> PlanError:
+    """The error that names the op and the user's line. The program is of no further use to the plan."""
+    read_provenance(node.graph)  # figures do without stacks
+    line = user_line(node.meta.get("stack_trace") or "")
+    return PlanError(f"{node.target} ({line}) {why}" if line else f"{node.target} {why}")

@@ -63,8 +63,7 @@ from torch import fx
 
 from functionalize._compat.autograd import BACKWARD, RECOMPUTE
 from functionalize._compat.references import address
-from functionalize.cost.costs import Cost, is_collective, op_seconds
-from functionalize.cost.host_work import check_collective
+from functionalize.cost.costs import Cost, check_collective, is_collective, op_seconds
 from functionalize.cost.machines.efficiency import Host
 from functionalize.cost.machines.machine import Machine
 from functionalize.cost.machines.presets import MACHINES

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functionalize.cost.kernels import kind_of_kernel
+from functionalize.cost.costs import kind_of_kernel
 from functionalize.cost.machines.efficiency import (
     ATTENTION,
     COLLECTIVES,

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import functionalize as fz
-from functionalize.cost.costs import flops, is_collective, moved
-from functionalize.cost.kernels import kind_of_kernel
+from functionalize.cost.costs import flops, is_collective, kind_of_kernel, moved
 from functionalize.cost.machines.efficiency import COLLECTIVES, KINDS, Host
 from functionalize.cost.machines.machine import Machine
 from functionalize.errors import PlanError
