@@ -2,7 +2,7 @@
 
     python -m benchmarks.published_times [--only TEXT] [--json]
 
-The shares of the peaks are those of `functionalize/cost/machines/published.py`. One of them, `sustained`, is the
+The shares of the peaks are those of `functionalize/cost/machines/presets.py`. One of them, `sustained`, is the
 mean over the runs of MPT at length 2048 (published by modelled rate without it), so these are no test; nothing was
 adjusted to the runs below them. `--alone` leaves it out: kernels as fast as when they run alone. The machine of
 torchtitan's H100 runs is the card that they name (HBM2e of 2.4 TB/s, 500 W; the power limit is not modelled). Only

@@ -9,7 +9,7 @@
     mm_1 = aten.mm(grad, gelu)                     mm_1 = aten.mm(grad, gelu_1)
     gelu_backward(mm_1, addmm)                     gelu_backward(mm_1, addmm_2)
 
-Values passed between layers stay saved (`functionalize/cost/decide/layers.py`): at most one layer is recomputed
+Values passed between layers stay saved (`functionalize/cost/decide/recompute.py`): at most one layer is recomputed
 at a time, right before its backward. `functionalize/cost/decide/recompute.py` decides which values can be
 recomputed.
 

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 import functionalize as fz
 from functionalize.cost.costs import seconds
 from functionalize.cost.decide.budget import within
-from functionalize.cost.decide.layers import Layers
-from functionalize.cost.decide.recompute import Recomputation
+from functionalize.cost.decide.recompute import Layers, Recomputation
 from functionalize.cost.decide.saved import forwards, saved_values
 from functionalize.cost.liveness import Liveness
 from functionalize.cost.machines.presets import MACHINES
