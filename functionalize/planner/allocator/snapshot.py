@@ -26,8 +26,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from functionalize.planner.allocator.allocator import Reserved, simulate
-from functionalize.planner.allocator.blocks import Action, Segment
+from functionalize.planner.allocator.allocator import Action, Reserved, Segment, simulate
 from functionalize.planner.timeline.timeline import BEFORE, Allocation, Op, Timeline
 
 _PROTOCOL = 4  # the highest pickle protocol that the viewer reads

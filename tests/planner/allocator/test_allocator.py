@@ -19,8 +19,13 @@ from hypothesis import strategies as st
 from functionalize.cost.categories import Category
 from functionalize.errors import AllocatorSettingsError, PlannedOutOfMemoryError
 from functionalize.planner.allocator.alloc_conf import MIB
-from functionalize.planner.allocator.allocator import Reserved, Settings, fsdp2_streams, simulate
-from functionalize.planner.allocator.caching import CachingAllocator
+from functionalize.planner.allocator.allocator import (
+    CachingAllocator,
+    Reserved,
+    Settings,
+    fsdp2_streams,
+    simulate,
+)
 from functionalize.planner.timeline.timeline import BEFORE, Allocation, Event, Op, Timeline
 from tests.planner.timelines import large, step_of
 

@@ -16,9 +16,15 @@ from functionalize.cost.machines.efficiency import COLLECTIVES, KINDS, Host
 from functionalize.cost.machines.machine import Machine
 from functionalize.errors import PlanError
 from functionalize.planner.calibration import tiny_steps
-from functionalize.planner.calibration.calibrate import Calibration, calibrate
-from functionalize.planner.calibration.curves import Sample, curve_of, rates
-from functionalize.planner.calibration.probes import matmuls, probes
+from functionalize.planner.calibration.calibrate import (
+    Calibration,
+    Sample,
+    calibrate,
+    curve_of,
+    matmuls,
+    probes,
+    rates,
+)
 from functionalize.planner.calibration.timing import Clock
 from functionalize.planner.cli.app import app
 from functionalize.planner.machines.files import write_machine
