@@ -19,7 +19,7 @@ from rich.console import Console
 from functionalize.errors import UsageError
 from functionalize.planner.cli.console import Out, plain, run, table
 from functionalize.planner.machines.files import read_json
-from functionalize.planner.sweep.columns import COLUMNS
+from functionalize.planner.sweep.summary import COLUMNS
 from functionalize.planner.timeline.timeline import EAGER
 from functionalize.util.text import human_bytes
 

@@ -28,7 +28,7 @@ from functionalize.planner.cli.recorded_step import Recorded
 from functionalize.planner.cli.scripts import as_usage, check_files, check_picture
 from functionalize.planner.pictures.tape_picture import tape_picture
 from functionalize.planner.report.text import signed
-from functionalize.planner.sweep import checks
+from functionalize.planner.sweep import points
 from functionalize.program.printer import node_text, program_text, where_text
 from functionalize.program.program import Program
 from functionalize.util.text import human_bytes, human_seconds
@@ -244,7 +244,7 @@ def show_tape(out: Out, job: Job, keep: Filter, png: str | None, pipeline: str |
 def check_pipeline(pipeline: str | None) -> None:
     """Raises `UsageError` for a pipeline that cannot be parsed, before the (slow) recording."""
     with as_usage():
-        checks.check_pipeline(pipeline)
+        points.check_pipeline(pipeline)
 
 
 def opt(out: Out, job: Job, pipeline: str, diff: bool) -> None:

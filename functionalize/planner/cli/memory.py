@@ -35,7 +35,7 @@ from functionalize.planner.report.text import (
     level_rows,
     short_line,
 )
-from functionalize.planner.sweep.checks import target_on
+from functionalize.planner.sweep.points import target_on
 from functionalize.planner.time.step_time import step_time
 from functionalize.planner.timeline.timeline import EAGER, PROGRAM
 from functionalize.util.text import human_bytes

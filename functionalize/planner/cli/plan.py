@@ -19,7 +19,7 @@ from functionalize.planner.cli.recorded import DEFAULT_WORLD, Job, wants
 from functionalize.planner.cli.scripts import Script, as_usage, check_files, opened, writing
 from functionalize.planner.pictures.chrome_trace import TraceRun, write_trace
 from functionalize.planner.report.rows import reached
-from functionalize.planner.sweep.grid import points
+from functionalize.planner.sweep.points import points
 from functionalize.planner.sweep.summary import Plan, Sweep, label, short, varying
 from functionalize.planner.sweep.training import Training
 from functionalize.util.text import human_bytes

@@ -26,17 +26,14 @@ from functionalize.planner.cli.recorded_step import Recorded, Say
 from functionalize.planner.cli.scripts import FunctionNames, Mesh, Script, as_usage, opened
 from functionalize.planner.fake_world.target import Target
 from functionalize.planner.fake_world.world import World
-from functionalize.planner.sweep.checks import check_points
-from functionalize.planner.sweep.columns import assumptions
-from functionalize.planner.sweep.functions import StepFunctions
-from functionalize.planner.sweep.grid import Point
 from functionalize.planner.sweep.plan import (
     idle_dimensions,
     items_of,
     offloaded,
     record,
 )
-from functionalize.planner.sweep.summary import short
+from functionalize.planner.sweep.points import Point, StepFunctions, check_points
+from functionalize.planner.sweep.summary import assumptions, short
 from functionalize.planner.time.communication import members_of
 from functionalize.step.captured_step import CapturedStep
 from functionalize.util.gc_pause import only_young_collections

@@ -20,12 +20,11 @@ from functionalize.planner.allocator.alloc_conf import Settings
 from functionalize.planner.lifetimes.step_memory import StepMemory
 from functionalize.planner.machines.constants import declared
 from functionalize.planner.report.text import Memory
-from functionalize.planner.sweep.columns import levels_row
 from functionalize.planner.sweep.training import Items
 from functionalize.planner.time.communication import Traffic, communication, members_of
 from functionalize.planner.time.compute import Costs, Work, call_costs, compute
 from functionalize.planner.time.step_time import StepTime, step_time, time_range
-from functionalize.planner.timeline.timeline import PROGRAM
+from functionalize.planner.timeline.timeline import EAGER, PROGRAM
 from functionalize.program.program import Program
 
 
@@ -131,3 +130,16 @@ def memory_of(
     """The memory of a step, with what a machine's context and process groups need. members: of its groups, by name."""
     constants = declared(machine, len(members))
     return recorded.after(program, constants, Settings.parse(alloc_conf))
+
+
+def levels_row(memory: Memory) -> dict[str, Any]:
+    """The bytes of eager's peak at each level; those in host memory if tensors are offloaded."""
+    levels = memory.levels(EAGER)
+    host = {"host": memory.host_peak} if memory.host_peak else {}
+    return {
+        "peak": levels.requested,
+        "allocated": levels.allocated,
+        "reserved": levels.reserved,
+        "device": levels.device,
+        **host,
+    }

@@ -46,10 +46,17 @@ from functionalize.planner.machines.constants import declared
 from functionalize.planner.machines.files import machine_of
 from functionalize.planner.report.text import Memory
 from functionalize.planner.sweep.changes import modules_of
-from functionalize.planner.sweep.checks import check_functions, check_points, world_of
 from functionalize.planner.sweep.figures import Figures, memory_of
-from functionalize.planner.sweep.functions import StepFunctions
-from functionalize.planner.sweep.grid import WORLD_KEYS, Point, of, points
+from functionalize.planner.sweep.points import (
+    WORLD_KEYS,
+    Point,
+    StepFunctions,
+    check_functions,
+    check_points,
+    of,
+    points,
+    world_of,
+)
 from functionalize.planner.sweep.summary import Plan, Sweep
 from functionalize.planner.sweep.training import Items
 from functionalize.planner.time.communication import members_of
@@ -83,7 +90,7 @@ def plan(
     A step that cannot be captured has the memory that eager was recorded with, no time and no traffic, and a remark.
     A point that fails has an error in place of figures; if all fail, the first error is raised.
     Raises before anything is recorded: `PlanError` for a grid that does not fit the functions, and what
-    `planner/sweep/checks.py` refuses.
+    `planner/sweep/points.py` refuses.
     """
     check_functions(build, step, inputs, grid, fixed)
     axes = {**{key: [value] for key, value in fixed.items()}, **(grid or {})}

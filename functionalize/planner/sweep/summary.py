@@ -16,6 +16,8 @@
     sweep.within(80e9)                         the same on devices of so many bytes: `device` is what they hold then,
                                                and `fits` whether the step runs (`MemoryFigures.fit`)
 
+Above the rows stand the columns, some only where the rows have them (`_ASKED`); below them a line for each machine with
+the efficiencies of its times, and one for each kernel, number read or remark that is assumed.
 Invariant: a row has the figures of its point or its error, never both.
 """
 
@@ -25,7 +27,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
@@ -35,19 +37,12 @@ from functionalize.cost.machines.machine import Machine
 from functionalize.errors import PlanError
 from functionalize.planner.fake_world.kernel_log import Choice
 from functionalize.planner.report.text import Memory
-from functionalize.planner.sweep.columns import (
-    ASKED,
-    COLUMNS,
-    Column,
-    assumptions,
-    efficiencies,
-    levels_row,
-)
-from functionalize.planner.sweep.figures import Figures
-from functionalize.planner.sweep.grid import Point
+from functionalize.planner.sweep.figures import Figures, levels_row
+from functionalize.planner.sweep.points import Point
 from functionalize.planner.sweep.training import Training
+from functionalize.planner.time.step_time import StepTime
 from functionalize.planner.timeline.timeline import EAGER
-from functionalize.util.text import counted, human_bytes
+from functionalize.util.text import counted, human_bytes, human_seconds
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -156,7 +151,7 @@ class Sweep:
         """The table: a row of heads, then one per point."""
         axes = [axis for axis in self.axes if len({str(p.point[axis]) for p in self.plans}) > 1]
         axes, rows = axes or list(self.axes), self.rows(program=False)
-        columns = [c for c in COLUMNS if c[0] not in ASKED or any(c[0] in row for row in rows)]
+        columns = [c for c in COLUMNS if c[0] not in _ASKED or any(c[0] in row for row in rows)]
         heads = [*axes, *(head.replace("items", self.items) for _, head, _ in columns)]
         both = zip(self.plans, rows, strict=True)
         return [heads, *(_cells(each, row, axes, columns) for each, row in both)]
@@ -270,7 +265,7 @@ def _row(each: Plan, limit: float | None, training: Training | None = None) -> d
 
 
 def _cells(
-    each: Plan, row: Mapping[str, Any], axes: Sequence[str], columns: Sequence[Column]
+    each: Plan, row: Mapping[str, Any], axes: Sequence[str], columns: Sequence[_Column]
 ) -> list[str]:
     keys = [short(each.point[axis]) for axis in axes]
     if each.memory is None:
@@ -295,3 +290,65 @@ def short(value: Any) -> str:
     if isinstance(value, tuple):
         return " x ".join(map(str, value))
     return "own" if isinstance(value, Machine) else str(value)
+
+
+# -- columns, and lines below a table --------------------------------------------------------------
+
+
+_Column = tuple[str, str, Callable[[Any], str]]
+COLUMNS: tuple[_Column, ...] = (
+    ("peak", "peak", human_bytes),
+    ("program", "program", human_bytes),
+    ("reserved", "reserved", human_bytes),
+    ("device", "device", human_bytes),
+    ("host", "host", human_bytes),
+    ("sent", "sent", human_bytes),
+    ("step", "step (modelled)", human_seconds),
+    ("exposed", "exposed", human_seconds),
+    ("mfu", "MFU", lambda x: "" if x is None else f"{x:.0%}"),
+    (
+        "throughput",
+        "items/s/rank",
+        lambda x: "" if x is None else f"{x:,.0f}" if x >= 100 else f"{x:.3g}",
+    ),
+    ("days", "days", lambda x: "" if x is None else f"{x:,.3g}" if x < 100 else f"{x:,.0f}"),
+    ("cost", "cost", lambda x: "" if x is None else f"{x:,.0f}" if x >= 100 else f"{x:.3g}"),
+    ("planned in", "planned in", human_seconds),
+)
+_ASKED = (
+    "program",
+    "host",
+    "days",
+    "cost",
+)  # after passes, of offloaded tensors, of a training run
+
+
+def efficiencies(times: Iterable[tuple[StepTime, tuple[float, float]]]) -> list[str]:
+    """A line for each machine: which efficiencies its times have, and the range that follows.
+
+    times: modelled times, each with its seconds at both ends of the range.
+    """
+    found: dict[str, tuple[float, float]] = {}
+    for time, ends in times:
+        if time.seconds:
+            fast, slow = (end / time.seconds for end in ends)
+            low, high = found.get(time.where, (fast, slow))
+            found[time.where] = min(low, fast), max(high, slow)
+    return [
+        f"modelled on {where}"
+        + (
+            f": {low:.2f} to {high:.2f} times these seconds over the range of what was published"
+            if high - low > 0.005
+            else ""
+        )
+        for where, (low, high) in found.items()
+    ]
+
+
+def assumptions(
+    choices: Iterable[Choice], assumed: Iterable[str], remarks: Iterable[str] = ()
+) -> list[str]:
+    """A line for each kernel that a target runs, each line that read a number, and each remark, without duplicates."""
+    kernels = (f"assumed kernel: {c.op} -> {c.kernel}: {c.reason}" for c in choices)
+    numbers = (f"assumed: the number read {line}" for line in assumed)
+    return list(dict.fromkeys([*kernels, *numbers, *remarks]))

@@ -23,9 +23,9 @@ from functionalize.errors import TuneError
 from functionalize.ir.phases import FORWARD, OPTIMIZER
 from functionalize.planner.fake_world.world import world as fake_world
 from functionalize.planner.report.figures import MemoryFigures
-from functionalize.planner.sweep.checks import target_on
 from functionalize.planner.sweep.figures import Figures
 from functionalize.planner.sweep.plan import Planner
+from functionalize.planner.sweep.points import target_on
 from functionalize.planner.sweep.training import Items
 from functionalize.planner.timeline.timeline import EAGER
 from functionalize.planner.tuning.choices import LayerChoice, frontier

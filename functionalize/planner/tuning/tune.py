@@ -29,10 +29,14 @@ from functionalize.errors import TuneError
 from functionalize.planner.fake_world.target import Target, target_named
 from functionalize.planner.machines.constants import declared
 from functionalize.planner.machines.files import machine_of
-from functionalize.planner.sweep.checks import check_functions, check_pipeline, check_points
-from functionalize.planner.sweep.functions import StepFunctions
-from functionalize.planner.sweep.grid import WORLD_KEYS
 from functionalize.planner.sweep.plan import Planner
+from functionalize.planner.sweep.points import (
+    WORLD_KEYS,
+    StepFunctions,
+    check_functions,
+    check_pipeline,
+    check_points,
+)
 from functionalize.planner.tuning.policy import Mesh
 from functionalize.planner.tuning.search import Search
 from functionalize.planner.tuning.short_plans import ShortPlans

@@ -19,8 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from functionalize.planner.sweep.columns import COLUMNS, assumptions, efficiencies
-from functionalize.planner.sweep.summary import Plan
+from functionalize.planner.sweep.summary import COLUMNS, Plan, assumptions, efficiencies
 from functionalize.planner.sweep.training import Training
 from functionalize.planner.timeline.timeline import EAGER, PROGRAM
 from functionalize.planner.tuning.policy import EagerPolicy, counted_policies

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from functionalize.errors import PlanError
-from functionalize.planner.sweep.functions import StepFunctions
-from functionalize.planner.sweep.grid import points
+from functionalize.planner.sweep.points import StepFunctions, points
 
 
 def test_points_are_the_product_of_the_axes():
