@@ -1,7 +1,12 @@
 """`fz.tune`: the fastest configuration of a training step that fits in a device.
 
     found = fz.tune(build, step, inputs=inputs, world=64, limit="h100", batch_tokens=1 << 20)
-    found.policy.apply(model); found.pipeline; print(found.text())
+    print(found.text())                 the fastest configuration that fits, the frontier, and why others lost
+    found.policy.apply(model)           what to do to the model; `found.policy.code()`: as a Python file
+    found.pipeline                      for `fz.capture(step, passes=...)`; None: eager is as good
+    found.peak, found.program_peak      requested bytes, of plans of exactly that: eager's, and of the replayed program
+    found.over(Training(15e12, price=2.5))      the same with the days and the cost of a training run
+    found.rows(), found.to_json()
 
 The functions are those of `fz.plan`. What they have parameters for is searched:
 
@@ -11,16 +16,20 @@ The functions are those of `fz.plan`. What they have parameters for is searched:
     inputs(accumulate=1)         or `step`: microbatches of a step, whose gradients are accumulated
     layers of `fully_shard`      below the root: resharding, recomputation of all or of some ops, each layer its own
 
+MFU is that of the plan of the best, by throughput: FLOPs without recomputation are the same in all candidates.
+Figures that are composed, not planned, have a `~` in the text and `"planned": false` in rows.
 Invariant: the figures of the answer are those of a plan of exactly that configuration; torch is as before afterwards.
-Refuses (`TuneError`) before anything is recorded: no scipy, an option that cannot be read, an axis
-without a parameter of the functions. Refuses then: a limit in which nothing fits.
+Refuses (`TuneError`) before anything is recorded: no scipy, an option that cannot be read, an axis without a
+parameter of the functions. Refuses then: a limit in which nothing fits.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from functionalize.cost.machines.machine import Machine
@@ -37,16 +46,18 @@ from functionalize.planner.sweep.points import (
     check_pipeline,
     check_points,
 )
-from functionalize.planner.tuning.policy import Mesh
-from functionalize.planner.tuning.search import Search
+from functionalize.planner.sweep.summary import COLUMNS, Plan, assumptions, efficiencies
+from functionalize.planner.sweep.training import Training
+from functionalize.planner.timeline.timeline import EAGER, PROGRAM
+from functionalize.planner.tuning.policy import EagerPolicy, Mesh, counted_policies
+from functionalize.planner.tuning.search import Candidate, Search, frontier_of
 from functionalize.planner.tuning.short_plans import ShortPlans
 from functionalize.planner.tuning.solver import check_solver
 from functionalize.planner.tuning.space import Space
-from functionalize.planner.tuning.tuned import SearchFacts, Tuned
 from functionalize.planner.tuning.variants import VariantBuilder
-from functionalize.util.text import human_bytes
+from functionalize.util.text import aligned, human_bytes, human_seconds
 
-OWN = ("mesh", "batch", "accumulate", "variant")  # keys that the search sets
+_SEARCHED = ("mesh", "batch", "accumulate", "variant")  # keys that the search sets
 
 
 def tune(
@@ -231,9 +242,9 @@ def _check(
     for name, value in numbers.items():
         if type(value) is not int or value < 1:
             raise TuneError(f"`{name}` is a positive whole number, not {value!r}")
-    searched = sorted({*OWN, "passes", "reshard", "checkpoint"} & fixed.keys())
+    searched = sorted({*_SEARCHED, "passes", "reshard", "checkpoint"} & fixed.keys())
     own = inspect.signature(build).parameters
-    taken = [key for key in searched if key in OWN or key not in own]
+    taken = [key for key in searched if key in _SEARCHED or key not in own]
     if taken:
         other = {"mesh": "meshes", "batch": "batches", "passes": "pipelines"}.get(taken[0])
         hint = f": set `{other}`" if other else ": remove it"
@@ -248,3 +259,313 @@ def _check_pipelines(pipelines: Sequence[str]) -> None:
         raise TuneError(f"`pipelines` is a list of pipelines, not {pipelines!r}")
     for text in pipelines:
         check_pipeline(text)
+
+
+# -- the answer ------------------------------------------------------------------------------------
+
+
+_LOST = 8  # rows that say why others lost
+_FRONTIER = 8
+_SHOWN = {name: (head, show) for name, head, show in COLUMNS}
+# Columns of a row that are shown where they have a value, in their order; names of figures that have no column.
+_COLUMNS = (
+    *("peak", "device", "host", "step", "exposed"),
+    *("recomputed", "mfu", "throughput", "days", "cost"),
+)
+_OWN = {"recomputed": ("recomputed", human_seconds)}
+_OPTIONAL = (
+    "exposed",
+    "recomputed",
+    "mfu",
+    "device",
+)  # left out in a narrow terminal, in this order
+
+
+@dataclass(frozen=True, repr=False)
+class SearchFacts:
+    """What a search did. gap: of the best choice of layers, from the optimum of the composed model, as a fraction.
+
+    short, whole: plans made. seconds: of the clock. left_out: axes that the script does not have. margin: bytes of
+    the limit that the allocator cannot use.
+    """
+
+    settings: int
+    candidates: int
+    short: int
+    whole: int
+    seconds: float
+    margin: float
+    left_out: tuple[str, ...]
+    failed: Mapping[str, str]
+
+    def __repr__(self) -> str:
+        return f"<SearchFacts: {self.candidates:,} configurations in {self.settings:,} settings>"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Tuned:
+    """The answer.
+
+    best: the fastest that fits. candidates: all, the fastest that fits first. programs: pipeline -> the best after it.
+    limit: bytes of a device. kind: what is trained on, "tokens" or "samples". world: ranks.
+    training: a run whose days and cost are asked for.
+    """
+
+    best: Candidate
+    candidates: Sequence[Candidate]
+    programs: Mapping[str, Plan]
+    limit: float
+    kind: str
+    world: int
+    facts: SearchFacts
+    training: Training | None = None
+
+    def __repr__(self) -> str:
+        rate = f"{self.best.throughput:,.0f} {self.kind}/s/rank"
+        return f"<Tuned: {self.best.setting.text()}, {human_bytes(self.peak)}, {rate}>"
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def over(self, training: Training) -> Tuned:
+        """The same answer with the days and the cost of a training run."""
+        return replace(self, training=training)
+
+    @property
+    def policy(self) -> EagerPolicy:
+        """What the best does, to apply or to print."""
+        return self.best.policy
+
+    @property
+    def peak(self) -> int:
+        """Requested bytes of the best, run eagerly: of its plan."""
+        return int(self.best.peak)
+
+    @property
+    def pipeline(self) -> str | None:
+        """The passes after which the best's program fits and takes least; None: none is better than eager."""
+        times = {
+            text: plan.figures.time.seconds
+            for text, plan in self.programs.items()
+            if plan.figures is not None and self._fits(plan)
+        }
+        found = min(times, key=lambda text: times[text], default=None)
+        return found if found is not None and times[found] <= self.best.seconds else None
+
+    @property
+    def program_peak(self) -> int | None:
+        """Requested bytes of the program after `pipeline`; None without one."""
+        if self.pipeline is None:
+            return None
+        figures = self.programs[self.pipeline].figures
+        return figures.memory.levels(PROGRAM).requested if figures is not None else None
+
+    @property
+    def tokens(self) -> float:
+        """Tokens or samples of a step, over all ranks."""
+        return self.best.items * self.world
+
+    def frontier(self) -> list[Candidate]:
+        """The candidates that fit, of which no other has both a lower peak and a higher throughput."""
+        return frontier_of([each for each in self.candidates if each.fits])
+
+    def _fits(self, plan: Plan) -> bool:
+        assert plan.figures is not None
+        return plan.figures.memory.fit(self.limit, PROGRAM).refused is None
+
+    # -- why the others lost -----------------------------------------------------------------------
+
+    def why(self, other: Candidate) -> str:
+        """Why a candidate is not the best."""
+        if not other.fits:
+            much = f"does not fit: {human_bytes(other.lacks)} too many" if other.lacks else ""
+            return much or f"does not fit: {(other.refused or '').splitlines()[0]}"
+        best = self.best
+        mine, others = best.composed, other.composed
+        slower = (others.seconds / other.items) / (mine.seconds / best.items) - 1
+        if slower <= 0:
+            return "composed as fast, not planned: more settings are planned with a larger `top`"
+        # Seconds per item that it spends more.
+        more = {
+            "recomputation": others.recompute / other.items - mine.recompute / best.items,
+            "exposed communication": others.exposed / other.items - mine.exposed / best.items,
+            "gathering again": (
+                other.assigned.gather / other.items - best.assigned.gather / best.items
+            ),
+        }
+        whole = others.seconds / other.items - mine.seconds / best.items
+        cause = max(more, key=lambda name: more[name])
+        much = f"{slower:.1%} slower" if slower < 1 else f"{slower + 1:,.1f} times as slow"
+        if more[cause] * 2 < whole:
+            return f"{much}: kernels and optimizer"
+        return f"{much}: {cause}, {human_seconds(more[cause] * other.items)} more per step"
+
+    def losers(self) -> list[Candidate]:
+        """The next best of each other setting, and what is done by hand in the setting of the best."""
+        found: list[Candidate] = []
+        settings = {self.best.setting}
+        for each in self.candidates:
+            if each is self.best:
+                continue
+            alike = len({o.policy for run in each.assigned.runs for o in run}) <= 1
+            if each.setting not in settings or (each.setting == self.best.setting and alike):
+                settings.add(each.setting)
+                found.append(each)
+        return found
+
+    # -- for people and programs -------------------------------------------------------------------
+
+    def row(self, each: Candidate) -> dict[str, Any]:
+        """The figures of a candidate: bytes, seconds, items per second and rank."""
+        device = None
+        if each.plan is not None and each.plan.figures is not None:
+            device = each.plan.figures.memory.fit(self.limit, EAGER).nbytes
+        return {
+            "mesh": dict(each.setting.mesh) if each.setting.mesh else None,
+            "batch": each.setting.batch,
+            "accumulate": each.setting.accumulate,
+            "offload": each.setting.offload,
+            "layers": counted_policies(each.policy.layers.values()),
+            "peak": int(each.peak),
+            "device": device,
+            "host": int(each.host) or None,
+            "step": each.seconds,
+            "exposed": each.exposed,
+            "recomputed": each.recompute,
+            "mfu": self._mfu(each),
+            "throughput": each.throughput,
+            **self._run(each),
+            "planned": each.plan is not None,
+            "fits": each.fits,
+            "lacks": int(each.lacks),
+            "composed": {"peak": int(each.composed.peak), "step": each.composed.seconds},
+        }
+
+    def _mfu(self, each: Candidate) -> float | None:
+        plan = self.best.plan
+        known = plan.figures.time.mfu if plan is not None and plan.figures is not None else None
+        if known is None or not self.best.throughput:
+            return None
+        return known * each.throughput / self.best.throughput
+
+    def _run(self, each: Candidate) -> dict[str, float | None]:
+        """The days and the cost of the training run, if there is one."""
+        if self.training is None:
+            return {}
+        days = {"days": self.training.days(each.throughput, self.world)}
+        if self.training.price is not None:
+            days["cost"] = self.training.cost(each.throughput)
+        return days
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A dict per candidate, the fastest that fits first."""
+        return [self.row(each) for each in self.candidates]
+
+    def to_json(self) -> str:
+        """The answer as JSON: the best, its policy and pipeline, all candidates, why the next ones lost."""
+        data = {
+            "best": self.row(self.best),
+            "policy": {name: each.text() for name, each in self.policy.layers.items()},
+            "code": self.policy.code(),
+            "pipeline": self.pipeline,
+            "program peak": self.program_peak,
+            "frontier": [self.row(each) for each in self.frontier()],
+            "lost": [{**self.row(each), "why": self.why(each)} for each in self.losers()],
+            "candidates": self.rows(),
+            "limit": self.limit,
+            "items": self.kind,
+            "notes": self.notes(),
+            "search": vars(self.facts),
+        }
+        return json.dumps(data, indent=2, default=str)
+
+    def notes(self) -> list[str]:
+        """The efficiencies of the modelled times and the range that follows; the kernels and numbers assumed."""
+        plan = self.best.plan
+        if plan is None or plan.figures is None:
+            return []
+        figures = plan.figures
+        found = efficiencies([(figures.time, figures.time_range)])
+        return found + assumptions(plan.choices, plan.assumed, plan.remarks)
+
+    def text(self, width: int | None = None) -> str:
+        """The answer for people. width: of the terminal, in which some columns may have no room."""
+        facts = self.facts
+        tokens = f"{self.tokens:,.0f} {self.kind} a step"
+        planned = [c for c in self.candidates if c.plan is not None and c.fits]
+        lines = [
+            f"{tokens} on {self.world:,} ranks of {human_bytes(self.limit)}",
+            *self._table(planned, width),
+            "",
+            "the frontier (~ composed, not planned)",
+            *self._table(_thinned(self.frontier(), _FRONTIER), width),
+        ]
+        lost = [each for each in self.losers() if each not in planned[:1]][:_LOST]
+        if lost:
+            lines += ["", "why the next ones lost"]
+            rows = [(c.setting.text(), _layers(c), self.why(c)) for c in lost]
+            lines += aligned(rows, 3)
+        for text, plan in self.programs.items():
+            if plan.figures is not None:
+                levels = plan.figures.memory.levels(PROGRAM)
+                fits = "fits" if self._fits(plan) else "does not fit"
+                chosen = ", chosen" if text == self.pipeline else ""
+                lines += [
+                    "",
+                    f"captured, passes={text!r}: peak {human_bytes(levels.requested)}, "
+                    f"{human_seconds(plan.figures.time.seconds)} a step, {fits}{chosen}",
+                ]
+        off = self.best.peak / self.best.composed.peak - 1
+        late = self.best.seconds / self.best.composed.seconds - 1
+        lines += [
+            "",
+            f"{facts.candidates:,} configurations in {facts.settings} settings, of {facts.short} short plans and "
+            f"{facts.whole} whole ones, in {human_seconds(facts.seconds)}",
+            f"the plan of the best has {off:+.1%} of the composed peak and {late:+.1%} of the composed seconds; its "
+            f"layers are chosen within {self.best.assigned.gap:.0e} of the optimum of what is composed",
+        ]
+        lines += self.notes()
+        lines += [f"not searched: {why}" for why in facts.left_out]
+        lines += [f"not searched: {place}: {why}" for place, why in facts.failed.items()]
+        return "\n".join(lines)
+
+    def _table(self, found: Sequence[Candidate], width: int | None) -> list[str]:
+        rows = [(self.row(each), each) for each in found]
+        names = [n for n in _COLUMNS if any(row.get(n) is not None for row, _ in rows)]
+        for optional in (None, *_OPTIONAL):
+            names = [name for name in names if name != optional]
+            heads = [(_SHOWN | _OWN)[name][0].replace("items", self.kind) for name in names]
+            cells = [self._cells(row, each, names) for row, each in rows]
+            lines = aligned([("setting", "layers", *heads), *cells], 2)
+            if width is None or max(map(len, lines)) <= width:
+                break
+        return lines
+
+    def _cells(self, row: Mapping[str, Any], each: Candidate, names: Sequence[str]) -> list[str]:
+        about = "" if each.plan is not None else "~"
+        figures = (
+            "" if row[name] is None else about + (_SHOWN | _OWN)[name][1](row[name])
+            for name in names
+        )
+        return [each.setting.text(), _layers(each), *figures]
+
+
+def _layers(each: Candidate) -> str:
+    """The policies of the layers in short: `19 recomputed in part, 13 saved`."""
+    counts: dict[str, int] = {}
+    for one in each.policy.layers.values():
+        how = "saved" if one.saved is None else "recomputed in part" if one.saved else "recomputed"
+        after = ""
+        if one.reshard is False:
+            after = ", unsharded"
+        elif not isinstance(one.reshard, bool) and one.reshard is not None:
+            after = f", on {one.reshard}"
+        counts[how + after] = counts.get(how + after, 0) + 1
+    return "; ".join(f"{count} {how}" for how, count in counts.items()) or "as built"
+
+
+def _thinned(found: Sequence[Candidate], most: int) -> list[Candidate]:
+    """At most so many, evenly, the first and the last included."""
+    if len(found) <= most:
+        return [*found]
+    return [found[round(i * (len(found) - 1) / (most - 1))] for i in range(most)]
