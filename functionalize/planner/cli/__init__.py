@@ -3,9 +3,9 @@
     functionalize capture | show | opt | memory | plan | compare | calibrate | tune
 
     scripts.py    a user's script; values as text         app.py            the commands and their options
-    recorded.py   records its step in a fake world        recorded_step.py  the recorded step
-    files.py      writes and reads a recorded step        graphs.py         capture, show, opt
-    console.py    output, progress, errors                memory.py, plan.py
+    recorded.py   records its step in a fake world        recorded_step.py  the recorded step, and its file
+    console.py    output, progress, errors                graphs.py         capture, show, opt
+    memory.py, plan.py, compare.py, calibrate.py, tune.py: the commands of these names
 
 Exit codes: 0; 1 if the step or the plan failed, or nothing fits in `--limit`; 2 for wrong usage; 130 for Ctrl-C.
 Without typer and rich: 2, and what to install. Ctrl-C: `functionalize/ctrl_c.py`.

@@ -22,9 +22,8 @@ from functionalize.errors import UsageError
 from functionalize.ir.ops import geometry_of
 from functionalize.ir.phases import phase_of
 from functionalize.planner.cli.console import Out, plain, table
-from functionalize.planner.cli.files import write_graph
 from functionalize.planner.cli.recorded import Job, recorded
-from functionalize.planner.cli.recorded_step import Recorded
+from functionalize.planner.cli.recorded_step import Recorded, write_graph
 from functionalize.planner.cli.scripts import as_usage, check_files, check_picture
 from functionalize.planner.pictures.tape_picture import tape_picture
 from functionalize.planner.report.text import signed

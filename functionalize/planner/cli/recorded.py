@@ -21,8 +21,7 @@ from typing import Any
 
 import functionalize as fz
 from functionalize.errors import PlanError, UncapturableError, UsageError
-from functionalize.planner.cli.files import read_graph
-from functionalize.planner.cli.recorded_step import Recorded, Say
+from functionalize.planner.cli.recorded_step import Recorded, Say, read_graph
 from functionalize.planner.cli.scripts import FunctionNames, Mesh, Script, as_usage, opened
 from functionalize.planner.fake_world.target import Target
 from functionalize.planner.fake_world.world import World

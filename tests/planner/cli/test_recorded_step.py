@@ -11,10 +11,9 @@ import torch
 import functionalize as fz
 from functionalize._compat.fakes import FakeTensorMode
 from functionalize.errors import LoadError, SaveError
-from functionalize.planner.cli.files import read_graph, write_graph
 from functionalize.planner.cli.graphs import graph_text
 from functionalize.planner.cli.recorded import Job, recorded
-from functionalize.planner.cli.recorded_step import Recorded
+from functionalize.planner.cli.recorded_step import Recorded, read_graph, write_graph
 from functionalize.planner.time.communication import communication
 from tests.planner.cli.entry import TRAINING
 
