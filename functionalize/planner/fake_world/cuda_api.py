@@ -11,8 +11,18 @@ Only a thread with a CUDA target sees any of this. For torch's own modules `torc
 keep their real result: torch would call the driver. A factory accepts `device="cuda"` but no device index: torch parses
 an index before a mode or a patch can replace it.
 All tensors are on one device: `.cpu()` and `.to("cuda")` return the same tensor, and what a program keeps on the host
-(pinned batches) counts as device memory, but for what FSDP2 offloads (`host_memory.py`).
-Refuses (`TargetError`): CUDA graphs and figures that only a driver has.
+(pinned batches) counts as device memory, but for what FSDP2 offloads:
+
+    fully_shard(module, offload_policy=CPUOffloadPolicy())
+
+    sharded parameters, their gradients, optimizer state     fakes on `HOST`, another type of device than the world's
+    before an all-gather, after a reduction                  `aten._to_copy` between the two, as on a GPU
+    the optimizer                                            ops on `HOST`, with the defaults that torch has for the CPU
+
+Only FSDP2's own `.cpu()` and `.to("cpu")` go to the host. With the target "cpu" the policy copies nothing, as on real
+CPU ranks.
+Refuses (`TargetError`): CUDA graphs and figures that only a driver has; offloaded parameters that are not on the host
+when the first forward begins.
 """
 
 from __future__ import annotations
@@ -26,11 +36,11 @@ from typing import Any, Protocol
 import torch
 
 from functionalize._compat.fakes import HOST, FakeTensor, FakeTensorMode
+from functionalize._compat.fsdp import offload_check
 from functionalize._compat.modules import foreach_owners
 from functionalize._compat.stacks import stack_here
 from functionalize.errors import TargetError
-from functionalize.planner.fake_world import host_memory
-from functionalize.planner.fake_world.host_memory import host_for
+from functionalize.util.patching import Patch
 from functionalize.util.user_stack import line_of
 
 _CPU = torch.device("cpu")
@@ -51,7 +61,6 @@ class TargetDevice(Protocol):
 
 
 Planning = Callable[[], TargetDevice | None]
-Patch = tuple[Any, str, Any]
 
 
 def patches(planning: Planning, corrected: Callable[[Any, Any], Any]) -> Iterator[Patch]:
@@ -68,7 +77,7 @@ def patches(planning: Planning, corrected: Callable[[Any, Any], Any]) -> Iterato
     yield from _meshes(planning)
     yield from _cuda(planning)
     yield from _foreach(planning)
-    yield from host_memory.patches(planning)
+    yield from _offloading(planning)
 
 
 # -- tensors ---------------------------------------------------------------------------------------------
@@ -103,7 +112,7 @@ def _to(planning: Planning, original: Any) -> Any:
         if args and (is_cuda(args[0]) or type(args[0]) is int):
             args = (_CPU, *args[1:])
         elif args and isinstance(args[0], torch.device):
-            args = (host_for(args[0], sys._getframe(1)), *args[1:])
+            args = (_host_for(args[0], sys._getframe(1)), *args[1:])
         device = kwargs.get("device")
         if is_cuda(device) or type(device) is int:
             kwargs = {**kwargs, "device": _CPU}
@@ -355,3 +364,61 @@ def _made(planning: Planning, original: type, stand_in: type) -> Any:
             return isinstance(value, (stand_in, original))
 
     return Meta(original.__name__, (), {"__doc__": original.__doc__})
+
+
+# -- host memory -----------------------------------------------------------------------------------
+
+
+_FSDP2 = "torch.distributed.fsdp._fully_shard."
+_PARAMETERS, _COLLECTIVES = f"{_FSDP2}_fsdp_param", f"{_FSDP2}_fsdp_collectives"
+
+
+def _offloading(planning: Planning) -> Iterator[Patch]:
+    """(owner, name, replacement) per attribute of torch. planning: the target of the calling thread, or None."""
+    yield torch.Tensor, "cpu", _cpu(planning, torch.Tensor.cpu)
+    yield torch.Tensor, "is_pinned", _is_pinned(planning, torch.Tensor.is_pinned)
+    owner, name = offload_check()
+    yield owner, name, _checked(planning, getattr(owner, name))
+
+
+def _host_for(device: Any, frame: Any) -> Any:
+    """The device of a `Tensor.to` that `frame` calls: `HOST` where FSDP2 offloads a gradient."""
+    if device == _CPU and frame.f_globals.get("__name__") == _COLLECTIVES:
+        return HOST
+    return device
+
+
+def _cpu(planning: Planning, original: Any) -> Any:
+    def cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if planning() is not None and sys._getframe(1).f_globals.get("__name__") == _PARAMETERS:
+            return self.to(HOST)
+        return original(self, *args, **kwargs)
+
+    cpu.__doc__ = original.__doc__
+    return cpu
+
+
+def _is_pinned(planning: Planning, original: Any) -> Any:
+    def is_pinned(self: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+        if planning() is not None and self.device.type == HOST.type:
+            return True  # `pin_memory` returns the tensor itself; only a time would differ
+        return bool(original(self, *args, **kwargs))
+
+    is_pinned.__doc__ = original.__doc__
+    return is_pinned
+
+
+def _checked(planning: Planning, original: Any) -> Any:
+    def check(group: Any) -> None:
+        if planning() is None:
+            original(group)
+            return
+        for param in group.fsdp_params:
+            if param.offload_to_cpu and param.sharded_param.device.type != HOST.type:
+                raise TargetError(
+                    f"CPUOffloadPolicy: the parameter `{param._param_fqn}` was replaced after `fully_shard` by a "
+                    "tensor that a plan takes for one of the device: make it on a device before `fully_shard`, not on "
+                    "`meta`, as fakes take no memory"
+                )
+
+    return check

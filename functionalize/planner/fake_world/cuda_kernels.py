@@ -1,10 +1,13 @@
-"""Dispatcher overrides for ops that CUDA computes by other kernels than the CPU.
+"""Dispatcher overrides for ops that CUDA computes by other kernels than the CPU, and the report of which kernels ran.
 
     aten.scaled_dot_product_attention    the fused attention that the device runs, see sdpa_choice.py
     aten.dropout                         native_dropout, which keeps a mask of one byte per element
     aten._fused_rms_norm                 one op that keeps one number per row; on CPU it is made of a dozen ops
     aten.softmax, log_softmax            from float16 to float32 in one op
     aten.native_layer_norm               keeps its statistics in float32 for inputs of half precision
+
+    choices.rows        [Choice("scaled_dot_product_attention", "cudnn", "the first in the order of sm_90", 64), ...]
+    print(choices.text())                which kernels the target is assumed to run, how often, and why; by first call
 
 The overrides apply to fake CPU tensors in a thread with a target; all other calls run the original kernel. They are
 registered at autograd's key: so they also apply in backward (recomputation), where no `TorchFunctionMode` is on, and
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -31,9 +35,62 @@ from functionalize._compat.dispatch import (
     op_overrides,
 )
 from functionalize.planner.fake_world import sdpa_choice as attention
-from functionalize.planner.fake_world.kernel_log import Choices
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An op ran a kernel `count` times for one reason."""
+
+    op: str
+    kernel: str
+    reason: str
+    count: int
+
+
+class Choices:
+    """The choices so far. target: the name of the target."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self._counts: dict[tuple[str, str, str], int] = {}
+
+    def __repr__(self) -> str:
+        return f"<Choices for {self.target}: {len(self._counts)} kernels>"
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def note(self, op: str, kernel: str, reason: str) -> None:
+        """Count one more call of `op`."""
+        key = op, kernel, reason
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+    @property
+    def rows(self) -> list[Choice]:
+        """A row per op, kernel and reason."""
+        return [Choice(*key, count) for key, count in self._counts.items()]
+
+    def kernels(self, op: str) -> dict[str, int]:
+        """How often each kernel of an op ran."""
+        found: dict[str, int] = {}
+        for row in self.rows:
+            if row.op == op:
+                found[row.kernel] = found.get(row.kernel, 0) + row.count
+        return found
+
+    def text(self) -> str:
+        """One line per choice."""
+        if not self._counts:
+            return f"for {self.target}: no op had a choice of kernels"
+        lines = [
+            f"  {row.op} -> {row.kernel} ({row.count} times): {row.reason}" for row in self.rows
+        ]
+        return "\n".join([f"for {self.target}:", *lines])
+
+
+# -- overrides -------------------------------------------------------------------------------------
 
 _ATTENTION = aten.scaled_dot_product_attention.default
 _DROPOUT = aten.dropout.default

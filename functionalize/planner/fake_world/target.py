@@ -33,7 +33,7 @@ from functionalize._compat.fakes import FakeTensor, is_fake, swap_fakes
 from functionalize.errors import TargetError
 from functionalize.ir.worlds import ON_CPU
 from functionalize.planner.fake_world import autocast, cuda_api, cuda_kernels
-from functionalize.planner.fake_world.kernel_log import Choice, Choices
+from functionalize.planner.fake_world.cuda_kernels import Choice, Choices
 from functionalize.planner.fake_world.sdpa_choice import KERNELS
 from functionalize.util.patching import Patches
 

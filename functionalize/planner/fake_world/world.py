@@ -8,18 +8,24 @@
 What differs from a job of real ranks, inside the `with`:
 - every tensor is fake (a shape without data), and on the CPU whatever device the program names;
 - the process group is torch's fake one: collectives return at once. `mesh` shapes the default mesh;
+- the tensors of ranks of device meshes are real, and equal tuples of ranks are one object: `fully_shard` makes a mesh
+  for each module, of all ranks, and DTensor compares meshes: at 16,384 ranks the tuples of 127 meshes are 80 MB, and
+  their comparisons a second;
 - `fully_shard` makes the one chunk of a parameter that it keeps; torch makes one per rank, O(parameters * world);
 - the sharding propagation of DTensor runs under its own fake mode, so that its ops are neither recorded nor counted;
 - other libraries see the tensors as real (`isinstance(t, FakeTensor)` is False): with fake tensors, Hugging Face
   builds attention masks that it leaves out in real training;
-- a number that Python reads from a fake tensor (`item()`) is assumed, and listed in `World.assumed`: the fill value if
-  the tensor comes from a factory (`torch.zeros(1)`; in-place ops do not change it), False for `any`, True for `all`,
-  else 1 (`True`);
+- a number that Python reads from a fake tensor (`item()`, `f"{loss:.3f}"`) is assumed, and listed in `World.assumed`:
+  the fill value if the tensor comes from a factory (`torch.zeros(1)`; in-place ops do not change it), False for `any`,
+  True for `all`, else 1 (`True`);
 - the kernels, defaults and autocast lists are the target's, see `target.py`.
 
 Invariant: after the `with` everything is as before, also if its body raised.
-Refuses (`WorldError`): a process group that exists already, a world inside a world, a mesh that does not fit the size,
-results whose shape depends on data, decisions on data other than numbers (`torch.equal`), loops that read without end.
+Refuses (`WorldError`): a process group that exists already, a world inside a world, a mesh that does not fit the size
+or is of a fake tensor of ranks, results whose shape depends on data, decisions on data other than numbers
+(`torch.equal`), loops that read without end; what reads data past the dispatcher, where torch's own errors mention
+tensor subclasses or a CPU that does not occur in the user's code: `tensor.numpy()`, `DistributedDataParallel`,
+`FullyShardedDataParallel`; for a CUDA target also `SyncBatchNorm` and `flex_attention`, whose kernels the CPU lacks.
 """
 
 from __future__ import annotations
@@ -45,7 +51,9 @@ from functionalize._compat.distributed import (
     fake_process_group,
     fake_work_ids,
     forget_shardings,
+    mesh_methods,
     sharding_propagation,
+    share_ranks,
     strided_shard_flags,
 )
 from functionalize._compat.fakes import (
@@ -54,16 +62,17 @@ from functionalize._compat.fakes import (
     FakeTensor,
     FakeTensorMode,
     fakes_module,
+    flex_devices,
+    is_fake,
 )
 from functionalize._compat.fsdp import fully_sharded_chunks
 from functionalize._compat.graphs import pytree
 from functionalize._compat.references import address
-from functionalize._compat.stacks import CapturedTraceback
+from functionalize._compat.stacks import CapturedTraceback, stack_here
 from functionalize.errors import WorldError
 from functionalize.ir.fake_mode import distinct_results
 from functionalize.ir.fakes import FakeResultCache
 from functionalize.ir.worlds import FakeWorld, in_world
-from functionalize.planner.fake_world import fake_queries, meshes
 from functionalize.planner.fake_world.cuda_api import is_cuda
 from functionalize.planner.fake_world.target import Choices, Target, target_named
 from functionalize.util.patching import Patch, Patches
@@ -291,14 +300,14 @@ def world_shape(
 
 def _patches(apart: FakeTensorMode, target: str) -> Iterator[Patch]:
     """(owner, name, replacement) per attribute of torch. apart: the fake mode in which sharding propagation runs."""
-    yield from fake_queries.patches(target, in_world)
+    yield from _queries(target, in_world)
     owner, name = sharding_propagation()
     yield owner, name, _under_mode(getattr(owner, name), apart)
     yield from strided_shard_flags()
     for owner, name in fully_sharded_chunks():
         yield owner, name, _Chunks
     yield (*fake_work_ids(), itertools.count().__next__)  # torch draws them from Python's generator
-    yield from meshes.patches(in_world)
+    yield from _meshes(in_world)
 
 
 class _NoFake:
@@ -361,3 +370,129 @@ class _Chunks(Sequence[Tensor]):
         if left <= 0 and index:
             return self._tensor.new_empty(0)
         return self._tensor.narrow(self._dim, start, min(self._each, left))
+
+
+# -- reads that bypass the dispatcher --------------------------------------------------------------
+
+
+_REFUSED = (
+    (
+        "torch.nn.parallel.DistributedDataParallel reads data in C++, and tensors of a fake world hold none",
+        "Plan it by fully_shard(model, mesh=...) on a mesh of (ranks, 1), which replicates as it does",
+    ),
+    (
+        "FullyShardedDataParallel (FSDP1) keeps its parameters in flat tensors of a device that a fake world has not",
+        "Wrap the model by torch.distributed.fsdp.fully_shard (FSDP2)",
+    ),
+)
+_SYNC = (
+    "torch.nn.SyncBatchNorm has kernels for CUDA tensors alone, and those of a fake world are on the CPU",
+    "Plan the model with BatchNorm: it keeps the same for backward, and only two small all-gathers are missing",
+)
+_FLEX = (
+    "flex_attention has no kernel whose memory could be planned for CUDA, as the CPU has none for its backward",
+    "Plan the model with scaled_dot_product_attention, by is_causal or with a mask",
+)
+
+
+def _queries(target: str, in_world: Callable[[], bool]) -> Iterator[Patch]:
+    """(owner, name, replacement) per attribute of torch. in_world: whether the calling thread is in a fake world."""
+    yield Tensor, "__format__", _formatted(Tensor.__format__, in_world)
+    yield Tensor, "numpy", _without_data(Tensor.numpy, in_world)
+    kinds: tuple[Any, ...] = (
+        torch.nn.parallel.DistributedDataParallel,
+        torch.distributed.fsdp.FullyShardedDataParallel,
+    )
+    for kind, words in zip(kinds, _REFUSED, strict=True):
+        yield kind, "__init__", _refusing(kind.__init__, words, in_world)
+    if target != "cpu":
+        norm = torch.nn.SyncBatchNorm
+        yield norm, "forward", _refusing(norm.forward, _SYNC, in_world)
+        owner, name = flex_devices()
+        yield owner, name, _refusing(getattr(owner, name), _FLEX, in_world)
+
+
+def _formatted(original: Any, in_world: Callable[[], bool]) -> Any:
+    def __format__(self: Tensor, spec: str) -> str:
+        if in_world() and is_fake(self) and self.dim() == 0:
+            return format(self.detach().item(), spec)
+        return str(original(self, spec))
+
+    return __format__
+
+
+def _without_data(original: Any, in_world: Callable[[], bool]) -> Any:
+    @functools.wraps(original)
+    def numpy(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if in_world() and is_fake(self):
+            raise _error(
+                "Tensor.numpy() reads data, and tensors of a fake world hold none",
+                "Leave it out of what is planned, or read one number by .item(), which is assumed",
+            )
+        return original(self, *args, **kwargs)
+
+    return numpy
+
+
+def _refusing(original: Any, words: tuple[str, str], in_world: Callable[[], bool]) -> Any:
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if in_world():
+            raise _error(*words)
+        return original(*args, **kwargs)
+
+    return function
+
+
+def _error(what: str, instead: str) -> WorldError:
+    return WorldError(f"{what}\n  {line_of(stack_here())}\n  {instead}")
+
+
+# -- device meshes ---------------------------------------------------------------------------------
+
+
+def _meshes(in_world: Callable[[], bool]) -> Iterator[Patch]:
+    """(owner, name, replacement) per method of `DeviceMesh`. in_world: whether the calling thread is in a world."""
+    known: dict[Any, Any] = {}
+    for owner, name in mesh_methods():
+        yield owner, name, _for_real(vars(owner)[name], known, in_world)
+
+
+def _for_real(original: Any, known: dict[Any, Any], in_world: Callable[[], bool]) -> Any:
+    """A method of `DeviceMesh`, run without modes in a world: the tensors of ranks that a mesh keeps stay real.
+
+    known: the tuples of ranks that meshes share.
+    """
+    if isinstance(original, property):
+        return property(_for_real(original.fget, known, in_world))
+    if isinstance(original, staticmethod):
+        return staticmethod(_for_real(original.__func__, known, in_world))
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if not in_world():
+            return original(*args, **kwargs)
+        with disable_current_modes():
+            if original.__name__ != "__init__":
+                return original(*args, **kwargs)
+            args, kwargs = _on_cpu(args, kwargs)
+            original(*args, **kwargs)
+            share_ranks(args[0], known)
+
+    return method
+
+
+def _on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The arguments of `DeviceMesh.__init__` (`self` included) with the device "cpu" and a real tensor of ranks."""
+    mesh = args[2] if len(args) > 2 else kwargs.get("mesh")
+    if isinstance(mesh, FakeTensor):
+        raise WorldError(
+            "a mesh is made of a tensor of ranks, which holds none in a fake world: use "
+            "torch.distributed.init_device_mesh(device, shape), or give DeviceMesh the ranks as a list"
+        )
+    ranks = kwargs.get("_rank_map")
+    if isinstance(ranks, FakeTensor):  # `init_device_mesh` has just counted them
+        kwargs = {**kwargs, "_rank_map": torch.arange(ranks.numel(), dtype=ranks.dtype)}
+    if len(args) > 1:
+        return (args[0], "cpu", *args[2:]), kwargs
+    return args, {**kwargs, "device_type": "cpu"}

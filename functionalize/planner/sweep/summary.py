@@ -35,7 +35,7 @@ from typing import Any, Protocol
 
 from functionalize.cost.machines.machine import Machine
 from functionalize.errors import PlanError
-from functionalize.planner.fake_world.kernel_log import Choice
+from functionalize.planner.fake_world.cuda_kernels import Choice
 from functionalize.planner.report.text import Memory
 from functionalize.planner.sweep.figures import Figures, levels_row
 from functionalize.planner.sweep.points import Point

@@ -33,7 +33,7 @@ from functionalize.errors import TargetError
 from functionalize.ir.generators import is_random
 from functionalize.planner.fake_world import autocast as autocasts
 from functionalize.planner.fake_world import sdpa_choice as attention
-from functionalize.planner.fake_world.kernel_log import Choice, Choices
+from functionalize.planner.fake_world.cuda_kernels import Choice, Choices
 from functionalize.planner.fake_world.target import Target, target_named
 from functionalize.planner.fake_world.world import world
 from functionalize.util.torch_release import minor_of
