@@ -3,23 +3,44 @@
     runs = Runs(passes, max_programs)
     runs.run(stream)          computes what is pending; returns what it was: a `Kind`
 
+    x.mul_(0.9); p.addcdiv_(m, v, value=-0.1)       the first time: 0.9 and -0.1 are constants
+    x.mul_(0.9); p.addcdiv_(m, v, value=-0.053)     the second time: the second one is an input of the program
+
 Two streams are of one kind if their ops, constants, sizes and aliases are equal, and the same results are held: one
-dictionary of keys finds it, which compares the keys on a hit. Floats that change are inputs of the program of a kind
-(`numbers.py`). Invariant: each stream runs once.
+dictionary of keys finds it, which compares the keys on a hit. The program of a kind has the storages from outside as
+inputs, and those that are held as results. A loop computes some floats anew in each iteration (a learning rate, the
+bias correction of Adam), and most never change. So each is a constant until it was another one. Floats that decide the
+size of a result are part of the kind.
+Invariants: each stream runs once. What the program writes it writes after all that may fail. Two numbers are equal if
+they have the same bits, so 0.0 is not -0.0.
+Refusals: a stream that the engine refuses, which then runs op by op.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from functionalize.deferral.compiled import Compiled, NotRun
-from functionalize.deferral.interpreted import run_one_by_one
-from functionalize.deferral.numbers import Numbers
-from functionalize.deferral.stream import Stream
+import torch
+from torch import Tensor
+
+from functionalize.deferral.interpreted import fill, run_one_by_one, window_on
+from functionalize.deferral.stream import OutsideStorage, PendingOp, Stream
+from functionalize.discharge.epilogue_actions import actions_of
 from functionalize.errors import FunctionalizeError
+from functionalize.ir.epilogue import Copy
+from functionalize.ir.guards import AliasGuard
+from functionalize.ir.inputs import Argument, Call
+from functionalize.ir.ops import Geometry, OpRecord, TensorRef
+from functionalize.ir.outputs import Result
+from functionalize.ir.scalars import LiveNumber, ScalarInput
+from functionalize.program.program import Program
+from functionalize.recorder.builder import Builder, TensorInput
+from functionalize.recorder.recorder import Recorder
+from functionalize.run.boxed import boxed
+from functionalize.util.structure import flatten
 from functionalize.util.user_stack import line_of
 
 _KINDS_PER_PROGRAM = 4  # kinds without a program that are remembered
@@ -37,11 +58,11 @@ class Kind:
     ops: int
     line: str
     differs: str
-    numbers: Numbers
+    numbers: _Numbers
     runs: int = 0
     replays: int = 0
     refused: str | None = None
-    compiled: Compiled | None = None
+    compiled: _Compiled | None = None
 
 
 class Runs:
@@ -77,7 +98,7 @@ class Runs:
                 kind.compiled.run(stream)
                 kind.replays += 1
                 return kind
-            except NotRun:
+            except _NotRun:
                 pass  # the op that raised raises again below, with everything before it done
         run_one_by_one(stream, living)
         return kind
@@ -88,7 +109,7 @@ class Runs:
 
     def _new(self, key: Any, stream: Stream) -> Kind:
         line = line_of(stream.entries[0].record.traceback)
-        differs, numbers = self._difference(key, stream), Numbers(stream.entries)
+        differs, numbers = self._difference(key, stream), _Numbers(stream.entries)
         kind = Kind(self._found, stream.ops, line, differs, numbers)
         self._found += 1
         self._kinds[key] = kind
@@ -98,7 +119,7 @@ class Runs:
 
     def _compile(self, kind: Kind, stream: Stream, living: tuple[int, ...]) -> None:
         try:
-            kind.compiled = Compiled.of(stream, living, kind.numbers, self._pipeline)
+            kind.compiled = _Compiled.of(stream, living, kind.numbers, self._pipeline)
         except FunctionalizeError as error:
             kind.refused = str(error)
             return
@@ -140,3 +161,165 @@ def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
         else:
             high = middle - 1
     return low
+
+
+# -- the program of a stream -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Compiled:
+    """A program and where its inputs and results are.
+
+    externals: by number of the input. numbers: the floats, of which some are further inputs.
+    homes: for each result, its storage and its geometry there.
+    """
+
+    program: Program
+    externals: tuple[OutsideStorage, ...]
+    numbers: _Numbers
+    homes: tuple[tuple[int, Geometry], ...]
+
+    @staticmethod
+    def of(
+        stream: Stream, living: Sequence[int], numbers: _Numbers, pipeline: Sequence[Any]
+    ) -> _Compiled:
+        """The program of a stream; raises a `FunctionalizeError` if there is none."""
+        recorder = Recorder()
+        recorder.storages = stream.table
+        builder = Builder(recorder)
+        externals = tuple(stream.externals())
+        builder.add_inputs(
+            [
+                TensorInput(f"input_{i}", TensorRef(each.serial, each.base), Argument(i))
+                for i, each in enumerate(externals)
+            ]
+        )
+        builder.run(numbers.records(stream.entries, len(externals)))
+        epilogue = builder.epilogue()
+        homes, roles = [], []
+        for serial in living:
+            if stream.is_born(serial):
+                geometry, slot = _result(builder, serial)
+                homes.append((serial, geometry))
+                roles.append(Result(slot))
+        _, out_spec = flatten(tuple([0] * len(roles)))
+        names = tuple(spec.name for spec in builder.inputs)
+        aliases = AliasGuard(tuple(builder.storage_of_input), names)  # which passes read
+        program = builder.program(roles, epilogue, (aliases,), None, out_spec, boxed)
+        program.notes = None
+        if pipeline:
+            from functionalize import passes  # here, as `passes` imports `functionalize`
+
+            program = passes.run(program, pipeline)
+        return _Compiled(program, externals, numbers, tuple(homes))
+
+    def run(self, stream: Stream) -> None:
+        """Compute, and write every result into its storage."""
+        inputs = [self._input(stream, each) for each in self.externals]
+        call = Call([*inputs, *self.numbers.tensors(stream.entries)], [])
+        for spec in self.program.inputs:
+            call.inputs.append(spec.source.resolve(call))
+        try:
+            results = self.program.replay(call)
+        except BaseException as error:
+            if not call.committed:
+                raise _NotRun from error
+            for serial, geometry in self.homes:
+                home = stream.storage(serial)
+                if home is not None:
+                    fill(window_on(home, geometry))
+            raise
+        for (serial, geometry), result in zip(self.homes, results, strict=True):
+            home = stream.storage(serial)
+            if home is not None:
+                window_on(home, geometry).copy_(result)
+
+    @staticmethod
+    def _input(stream: Stream, external: OutsideStorage) -> Tensor:
+        storage = stream.storage(external.serial)
+        assert storage is not None
+        return window_on(storage, external.base)
+
+
+class _NotRun(Exception):
+    """The program has raised before it has written anything."""
+
+
+def _result(builder: Builder, serial: int) -> tuple[Geometry, int]:
+    """Where the contents of a storage that the stream has made go, and the slot of the result that holds them."""
+    storage, emit = builder.engine.storages[serial], builder.emit
+    if storage.written:
+        for action in actions_of(storage, 0, emit, builder.slot):
+            if isinstance(action, Copy):
+                return action.geometry, action.slot
+    return storage.root, builder.slot(storage.whole(emit))
+
+
+# -- floats among the arguments --------------------------------------------------------------------
+
+
+# Changes of one kind, each with a program that has more inputs than the one before; the last has all floats as inputs.
+_MOST_CHANGES = 3
+
+
+class _Numbers:
+    """The floats of the streams of one kind. inputs: the positions of those that have changed."""
+
+    def __init__(self, entries: Iterable[PendingOp]) -> None:
+        self.inputs: tuple[int, ...] = ()
+        self._first = [repr(each) for each in _floats_of(entries)]
+        self._changes = 0
+
+    def compare(self, entries: Iterable[PendingOp]) -> bool:
+        """Compare those of another stream; whether one has changed that is a constant so far."""
+        found = [i for i, each in enumerate(_floats_of(entries)) if repr(each) != self._first[i]]
+        if set(found) <= set(self.inputs):
+            return False
+        self._changes += 1
+        every = self._changes >= _MOST_CHANGES
+        self.inputs = tuple(range(len(self._first)) if every else sorted({*self.inputs, *found}))
+        return True
+
+    def tensors(self, entries: Iterable[PendingOp]) -> list[Tensor]:
+        """What a program gets for its inputs."""
+        numbers = _floats_of(entries)
+        return [torch.tensor(numbers[i], dtype=torch.float64) for i in self.inputs]
+
+    def records(self, entries: Iterable[PendingOp], inputs_before: int) -> Iterator[OpRecord]:
+        """The ops of a stream, with live numbers for its inputs. inputs_before: how many storages come first."""
+        leaf = {at: inputs_before + i for i, at in enumerate(self.inputs)}
+        at = 0
+        for entry in entries:
+            first, at = at, at + len(entry.floats)
+            if leaf.keys().isdisjoint(range(first, at)):
+                yield entry.record
+                continue
+            numbers = iter(
+                [
+                    _input(leaf[i], each) if i in leaf else each
+                    for i, each in enumerate(entry.floats, first)
+                ]
+            )
+            record = entry.record
+            args = tuple([_replaced(each, numbers) for each in record.args])
+            kwargs = {k: _replaced(each, numbers) for k, each in record.kwargs.items()}
+            yield replace(record, args=args, kwargs=kwargs, live=True)
+
+
+def _floats_of(entries: Iterable[PendingOp]) -> list[float]:
+    """Those of a stream, in order: derived, since an interruption leaves an entry in the stream or none of it."""
+    return [each for entry in entries for each in entry.floats]
+
+
+def _input(leaf: int, value: float) -> LiveNumber:
+    return LiveNumber(ScalarInput(Argument(leaf), f"number_{leaf}", value), value)
+
+
+def _replaced(arg: Any, numbers: Iterator[Any]) -> Any:
+    """`arg` with the next one of `numbers` for every float, in the order of `Stream.refer`."""
+    kind = type(arg)
+    if kind is float:
+        return next(numbers)
+    if kind is list or kind is tuple:
+        return kind([_replaced(each, numbers) for each in arg])
+    return arg
