@@ -5,20 +5,28 @@
 At stage INPLACE the value guards are checked in the middle of the graph, and the ops after them may write inputs: see
 `ir/commit.py`.
 
+Autograd compares the version counters of what a replay writes with those of what graphs of eager have saved. Such a
+graph may be older than the replay, and go backward after it. A counter that eager leaves (the statistics of batch norm,
+writes to `.data`) would make its backward fail, one that eager raises and a replay does not would let it compute with
+other values, without a word. So a replay leaves and raises the counters that eager leaves and raises, also those of
+wrapper subclasses, whose inner tensors were written.
+
 Invariant: no tensor of the caller is changed before the last guard has passed.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from functionalize._compat.autograd import below_autograd
+from functionalize._compat.autograd import KeptVersions, below_autograd
 from functionalize._compat.bindings import without_function_modes
 from functionalize._compat.dispatch import is_profiling
 from functionalize._compat.graphs import pytree
@@ -33,7 +41,6 @@ from functionalize.ir.outputs import OutputBuilder, OutputRole, SourceItself, vi
 from functionalize.program.gloo_waits import added_waits
 from functionalize.program.known_inputs import KnownInputs
 from functionalize.program.metadata import Values, evaluate, read_provenance, tensors_of
-from functionalize.program.versions import Versions
 from functionalize.repeats import Repeats
 from functionalize.tape.notes import TapeNotes
 from functionalize.tape.ownership import OpPlaces, ownership_of
@@ -91,7 +98,7 @@ class Executable:
     _described: bool = field(default=False, repr=False)
     _run: Callable[..., Sequence[Any]] | None = field(default=None, repr=False)
     _random: bool = field(default=True, repr=False)
-    _versions: Versions = field(default_factory=lambda: Versions(()), init=False, repr=False)
+    _versions: _Versions = field(default_factory=lambda: _Versions(()), init=False, repr=False)
     _builder: OutputBuilder | None = field(default=None, init=False, repr=False)
     _rebuild: Callable[[list[Any]], Any] | None = field(default=None, init=False, repr=False)
     _repeats: Repeats | None = field(default=None, init=False, repr=False)
@@ -368,7 +375,7 @@ class Executable:
         """
         if self._run is None:
             self._random = any(is_random(n) for n in self.graph.nodes)
-            self._versions = Versions(self.inputs)
+            self._versions = _Versions(self.inputs)
             self._run = self.runner(self) if self.runner else self._interpreted
         if is_profiling() and (with_ranges := getattr(self._run, "with_ranges", None)) is not None:
             found: Callable[..., Sequence[Any]] = with_ranges(self)
@@ -417,3 +424,52 @@ class _Interpreter(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return super().call_function(self._check if target is commit else target, args, kwargs)
+
+
+# -- version counters ------------------------------------------------------------------------------
+
+
+_NOTHING = nullcontext()
+
+
+class _Versions:
+    """What replays of one program do to version counters. It holds no tensor.
+
+    around: for each input with a tensor around it, its index, its source, what finds that tensor where it was looked up
+    last, and the name by which that holds the input.
+    """
+
+    def __init__(self, inputs: Sequence[InputSpec]) -> None:
+        self._kept = [i for i, spec in enumerate(inputs) if spec.version == "kept"]
+        self._around: list[tuple[int, Any, Any, str]] = [
+            (i, spec.source, _gone, spec.source.attribute)  # type: ignore[attr-defined]
+            for i, spec in enumerate(inputs)
+            if spec.version == "raised around"
+        ]
+
+    def kept(self, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """A context in which writes leave the counters that eager leaves."""
+        return KeptVersions([inputs[i] for i in self._kept]) if self._kept else _NOTHING
+
+    def raise_around(self, call: Call) -> None:
+        """Raise the counters of the tensors around inputs, as writes by their own ops do."""
+        if not self._around:
+            return
+        found: list[Tensor] = []
+        for at, (index, source, known, name) in enumerate(self._around):
+            outer = known()
+            if getattr(outer, name, None) is not call.inputs[index]:
+                outer = source.of.resolve(call)
+                self._around[at] = index, source, _finder(source.of, outer), name
+            found.append(outer)
+        torch.autograd.graph.increment_version(found)
+
+
+def _finder(source: Any, found: Tensor) -> Callable[[], Any]:
+    """What finds a tensor again: no weak reference to a parameter, which torch could not swap then."""
+    table = getattr(source, "entries", None)
+    return weakref.ref(found) if table is None else functools.partial(table.get, source.name)
+
+
+def _gone() -> None:
+    return None
