@@ -19,8 +19,7 @@ from benchmarks.step_time import Subject
 from functionalize import passes
 from functionalize.errors import CompileError, GuardError
 from functionalize.ir.generators import GET_STATE, SEED
-from functionalize.run.cudagraphs import Device, Recordings, cudagraphs
-from functionalize.run.recordable import reasons
+from functionalize.run.cudagraphs import Device, Recordings, cudagraphs, reasons
 from tests.ranks import run_on_ranks
 from tests.run.tape import taped
 from tests.steps import make_loss_step, make_step

@@ -13,8 +13,7 @@ from torch import Tensor, fx
 import functionalize as fz
 from functionalize import passes
 from functionalize.analysis.aliases import is_view
-from functionalize.run.regions import canonical, regions_of
-from functionalize.run.undone import undone
+from functionalize.run.inductor import canonical, regions_of, undone
 
 
 def layers(count: int) -> fz.Program:
