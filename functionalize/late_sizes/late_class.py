@@ -19,6 +19,8 @@ Which sizes a replay takes (`admission.py`):
   decides nothing: torch compares sizes of tensors that are broadcast to each other, and there only 1 and equal ones
   are possible.
 - The sizes of arguments are those of `lengths/coverage.py`.
+- Tensors on one storage relate to each other as in the recordings, since torch and the engine decide by such relations
+  (`lengths/relations.py`). Asked at every replay, and remembered for each storage, as few sizes move its windows.
 
 Invariant: a class in which a recording was not as predicted, though a replay would have taken its sizes, is not
 replayed again.
@@ -34,12 +36,12 @@ from typing import Any
 from functionalize.late_sizes.late_guards import first_late, late_guards, late_places
 from functionalize.late_sizes.late_instances import LateInstances
 from functionalize.late_sizes.late_observer import LateObserver
-from functionalize.late_sizes.window_relations import WindowRelations
 from functionalize.lengths.coverage import Coverage
 from functionalize.lengths.instances import programs_at
 from functionalize.lengths.recorded_calls import RecordedCall, Templates
+from functionalize.lengths.relations import relations
 from functionalize.lengths.shared_passes import rewritten
-from functionalize.lengths.signature_template import SignatureTemplate
+from functionalize.lengths.signature_template import SignatureTemplate, value_at
 from functionalize.program.program import Program
 from functionalize.templates.fitting import Formula, Sizes
 from functionalize.templates.symbols import Shapes, Symbols
@@ -87,7 +89,7 @@ class LateClass:
     agreed: int = 0
     replays: int = 0
     misses: int = 0
-    _related: WindowRelations | None = None
+    _related: _WindowRelations | None = None
     _lengths: list[Formula] = field(default_factory=list)  # sizes of tensors that may be 0 or 1
     _ranges: dict[str, _Range] = field(default_factory=dict)
     _lines: list[str] = field(default_factory=list)  # of each symbol that is known late
@@ -177,7 +179,7 @@ class LateClass:
         own = [f for f in formulas if not f.symbols or max(f.symbols) < self.first]
         lengths = [f for f in whole.lengths if not f.symbols or max(f.symbols) < self.first]
         self.arguments = Coverage.of(self.every, own, lengths, on_cpu)
-        self._related = WindowRelations(whole)
+        self._related = _WindowRelations(whole)
         self._lengths = [f for f in whole.lengths if _may_be_below_two(f)]
         self._lines, self._ranges = _lines(symbols, self.references[0]), {}
         for sizes in templates.sizes:
@@ -353,3 +355,46 @@ def _sent(whole: SignatureTemplate, first: int) -> str | None:
             return str(row.target)
         start = end
     return None
+
+
+# -- tensors on one storage ------------------------------------------------------------------------
+
+
+_MOST_KNOWN = 4096  # sizes that are remembered
+
+
+@dataclass(slots=True)
+class _Storage:
+    """A storage with several windows, or one whose layout depends on sizes. symbols: those of its windows."""
+
+    functions: list[Any]
+    related: Any
+    symbols: tuple[int, ...]
+    known: set[Sizes] = field(default_factory=set)
+
+    def holds(self, sizes: Sizes) -> bool:
+        own = tuple([sizes[symbol] for symbol in self.symbols])
+        if own in self.known:
+            return True
+        windows: list[Any] = [value_at(each, sizes) for each in self.functions]
+        if relations(windows) != self.related:
+            return False
+        if len(self.known) < _MOST_KNOWN:
+            self.known.add(own)
+        return True
+
+
+class _WindowRelations:
+    """Those of the storages that windows share at all sizes."""
+
+    def __init__(self, whole: SignatureTemplate) -> None:
+        self._storages = []
+        for windows, related in zip(whole.storages, whole.related, strict=True):
+            if len(windows) > 1 or not whole.layout_is_known(windows[0]):
+                functions: list[Any] = [whole.functions[number] for number in windows]
+                symbols = {n for _, formulas in functions for f in formulas for n in f.symbols}
+                self._storages.append(_Storage(functions, related, tuple(sorted(symbols))))
+
+    def hold(self, sizes: Sizes) -> bool:
+        """Whether they are as in the recordings."""
+        return all(each.holds(sizes) for each in self._storages)

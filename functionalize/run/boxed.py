@@ -84,7 +84,7 @@ class CodeWithRanges:
 
 
 class LateLines(Protocol):
-    """Code that computes integers while the graph runs, of the sizes of results: `late_sizes/late_code.py`."""
+    """Code that computes integers while the graph runs, of the sizes of results: `late_sizes/late_instances.py`."""
 
     def begin(self) -> Sequence[str]:
         """Lines before the first op."""

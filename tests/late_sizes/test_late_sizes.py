@@ -14,7 +14,7 @@ from torch.profiler import profile
 
 import functionalize as fz
 from functionalize.errors import SaveError, UncapturableError
-from functionalize.late_sizes import late_classes
+from functionalize.late_sizes import late_sizes
 from tests.late_sizes.computed import (
     BODIES,
     DECIDING,
@@ -188,7 +188,7 @@ def test_of_many_kinds_of_calls_the_oldest_are_forgotten() -> None:
         return scaled[above(scaled.sum(-1))] + number
 
     captured = fz.capture(step, audit=False, allowance=None)
-    with mock.patch.object(late_classes, "_MOST_KINDS", 2):
+    with mock.patch.object(late_sizes, "_MOST_KINDS", 2):
         for i in range(48):
             x = torch.randn(40, 8, generator=torch.Generator().manual_seed(i))
             assert torch.equal(captured(x, i // 12), step(x, i // 12))
