@@ -366,7 +366,7 @@ class FunctionalStorage:
         order = sorted(writes, key=lambda write: write.version)
         before, self.version = self.base_version, self.version + 1
         self.base_version = self.version
-        # Ancestors of the first write still hold the contents from before these writes, which `joined` and the first
+        # Ancestors of the first write still hold the contents from before these writes, which `_joined` and the first
         # inverse read: mark them as current.
         view = order[0].view
         while view.geometry != self.root:

@@ -8,7 +8,7 @@ Every call that is compared is recorded: what it computes is known only then. Th
 recordings until several in a row were as predicted; with more symbols more must agree, since then more functions fit a
 few numbers by chance.
 
-Which sizes a replay takes (`admission.py`):
+Which sizes a replay takes (`Admission` asks):
 
 - Python. Runs were observed, as for the sizes of arguments (`lengths/coverage.py`): what it learned of a computed size
   must hold for that of the replay. A size that Python asks for and that equals another one in that run teaches nothing.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from functionalize.late_sizes.admission import Admission, LateSizeGuard, SizedOp
+from functionalize.late_sizes.late_instances import Admission, LateSizeGuard, SizedOp
 from functionalize.templates.fitting import Formula, Sizes
 
 LENGTH, COUNT = Formula(0, ((1, (0,)),)), Formula(0, ((1, (1,)),))
