@@ -289,7 +289,6 @@ def _first(value: Any) -> Tensor | None:
 
 # -- the kinds of kernels --------------------------------------------------------------------------
 
-
 # Ops of several instructions per element: exponentials, roots, divisions by polynomials.
 _COSTLY = (
     "cos cosh elu erf exp exp2 expm1 gelu gelu_backward log log1p log2 log_sigmoid mish pow reciprocal rsqrt sigmoid "
@@ -340,10 +339,8 @@ def kind_of_kernel(name: str, flops: int = 0) -> str:
 
 # -- ops on the host -------------------------------------------------------------------------------
 
-
-_FEW_BYTES = (
-    1024  # bytes of a collective that costs its latency alone, as that of a gradient's norm
-)
+# Bytes of a collective that costs its latency alone, as that of a gradient's norm.
+_FEW_BYTES = 1024
 
 
 def on_host(node: fx.Node) -> bool:

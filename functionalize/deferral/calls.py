@@ -279,7 +279,6 @@ def _form(leaf: Any, role: Any, taken: set[int]) -> NewTensor | Constant:
 
 # -- one call that waits ---------------------------------------------------------------------------
 
-
 _Found = Mapping[int, Any]  # inputs by number
 _Pairs = Sequence[tuple[int, int, int]]
 

@@ -257,7 +257,6 @@ def _result(builder: Builder, serial: int) -> tuple[Geometry, int]:
 
 # -- floats among the arguments --------------------------------------------------------------------
 
-
 # Changes of one kind, each with a program that has more inputs than the one before; the last has all floats as inputs.
 _MOST_CHANGES = 3
 

@@ -429,7 +429,6 @@ class FunctionalStorage:
 
 # -- pending writes --------------------------------------------------------------------------------
 
-
 # With gaps between them, fewer writes than this are scattered one by one: a `cat` would slice the old base per gap.
 _FEW = 4
 

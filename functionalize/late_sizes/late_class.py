@@ -359,7 +359,6 @@ def _sent(whole: SignatureTemplate, first: int) -> str | None:
 
 # -- tensors on one storage ------------------------------------------------------------------------
 
-
 _MOST_KNOWN = 4096  # sizes that are remembered
 
 

@@ -165,7 +165,6 @@ def _parts(reference: Program, with_symbols: Mapping[str, Any]) -> list[VaryingP
 
 # -- code that learns sizes ------------------------------------------------------------------------
 
-
 _TOO_EARLY = "an op needs a size before it is known"
 # Ops that take as many elements as a mask selects: they fail where the values are another number of these.
 _TAKES_A_MASK = ("index_put", "_unsafe_index_put", "_index_put_impl", "masked_scatter")

@@ -247,7 +247,6 @@ def _before_passes(recorded: Program) -> tuple[bool, bool] | None:
 
 # -- the classes of a step -------------------------------------------------------------------------
 
-
 _MOST_APART = 4  # recordings of as many classes, none of which has a template
 _MOST_KINDS = 64
 _MOST = 14  # recordings of a kind before replays have returned their time

@@ -428,7 +428,6 @@ class _Interpreter(fx.Interpreter):
 
 # -- version counters ------------------------------------------------------------------------------
 
-
 _NOTHING = nullcontext()
 
 

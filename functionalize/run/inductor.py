@@ -197,7 +197,6 @@ def _is_without_dropout(node: fx.Node) -> bool:
 
 # -- regions ---------------------------------------------------------------------------------------
 
-
 _CONTEXT = 12  # consecutive equal ops that count as a repetition
 _SHORTEST = 6  # the shortest period that counts as a layer
 

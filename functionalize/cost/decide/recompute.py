@@ -312,7 +312,6 @@ def _frozen(arg: Any, of: dict[fx.Node, int]) -> Hashable:
 
 # -- the layers of a forward -----------------------------------------------------------------------
 
-
 _MIN_VALUES = 16  # a forward with fewer values is one layer
 _GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced")
 

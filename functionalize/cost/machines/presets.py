@@ -185,7 +185,6 @@ _PCIE_SHARES = Efficiency(
 
 # -- machines ---------------------------------------------------------------------------------------
 
-
 _GIB = 1 << 30
 _CUBLAS = 8320 << 10  # bytes: cuBLAS's default workspace, :4096:2:16:8
 _AMPERE = DeviceMemory(500 * MIB, 24 * 10 * MIB, _CUBLAS)

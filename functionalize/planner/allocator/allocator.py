@@ -223,7 +223,6 @@ def _size(nbytes: int) -> str:
 
 # -- the allocator ---------------------------------------------------------------------------------
 
-
 _FIRST_ADDRESS = 0x7F0000000000
 _UNLIMITED_ARENA = 1 << 43  # bytes of an arena's address range if the device has no limit
 

@@ -355,7 +355,6 @@ def curve_of(found: Sequence[tuple[float, float]], peak: float, source: str) -> 
 
 # -- what is run -----------------------------------------------------------------------------------
 
-
 _ROWS, _WIDTH = 512, 32  # of the attention probes: rows in all, channels of a head
 _ROW = 256  # elements of a row in norms, reductions and lookups
 _MOST_SETS = 512  # of tensors of a probe: a run of small calls would take too long

@@ -31,7 +31,6 @@ from functionalize.planner.cli.scripts import mesh as sizes
 
 # -- options of several commands -------------------------------------------------------------------
 
-
 _SCRIPT = "Of the script"
 _WORLD = "Of the world"
 _PRINTED = "What is printed"
@@ -137,7 +136,6 @@ def file_option(kind: str, help: str) -> typer.models.OptionInfo:
 
 
 # -- commands --------------------------------------------------------------------------------------
-
 
 app = typer.Typer(
     name="functionalize",

@@ -91,7 +91,6 @@ class Recorded:
 
 # -- its file --------------------------------------------------------------------------------------
 
-
 KIND = "graph"
 _MAX_PLACEHOLDER = 1 << 20  # bytes, at most, of the zeros that replace a constant without data
 _PLAIN_FIELDS = ("name", "world", "target", "stats", "notes")

@@ -368,7 +368,6 @@ def _made(planning: Planning, original: type, stand_in: type) -> Any:
 
 # -- host memory -----------------------------------------------------------------------------------
 
-
 _FSDP2 = "torch.distributed.fsdp._fully_shard."
 _PARAMETERS, _COLLECTIVES = f"{_FSDP2}_fsdp_param", f"{_FSDP2}_fsdp_collectives"
 

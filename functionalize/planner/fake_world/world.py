@@ -374,7 +374,6 @@ class _Chunks(Sequence[Tensor]):
 
 # -- reads that bypass the dispatcher --------------------------------------------------------------
 
-
 _REFUSED = (
     (
         "torch.nn.parallel.DistributedDataParallel reads data in C++, and tensors of a fake world hold none",

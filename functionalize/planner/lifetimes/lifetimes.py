@@ -250,7 +250,6 @@ class _TimelineBuilder:
 
 # -- the category of each storage ------------------------------------------------------------------
 
-
 _BACKWARDS = (BACKWARD, RECOMPUTE)
 _CAST = torch.ops.aten._to_copy.default
 

@@ -139,7 +139,6 @@ class RecordedMemory:
 
 # -- the recorder ----------------------------------------------------------------------------------
 
-
 TensorNote = tuple[int, Any, tuple[int, ...], torch.dtype]  # storage, size, stride, dtype
 Line = tuple[CodeType, int]
 

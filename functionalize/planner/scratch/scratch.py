@@ -146,7 +146,6 @@ MODELLED: Mapping[str, Callable[[Arguments], int]] = types.MappingProxyType(
 
 # -- kernels without a figure ----------------------------------------------------------------------
 
-
 _ANYWHERE = frozenset(
     (
         *("convolution", "_convolution", "convolution_overrideable", "convolution_backward"),

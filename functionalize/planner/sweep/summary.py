@@ -294,7 +294,6 @@ def short(value: Any) -> str:
 
 # -- columns, and lines below a table --------------------------------------------------------------
 
-
 _Column = tuple[str, str, Callable[[Any], str]]
 COLUMNS: tuple[_Column, ...] = (
     ("peak", "peak", human_bytes),

@@ -69,7 +69,6 @@ def op_name(node: fx.Node) -> str:
 
 # -- the cost of each call -------------------------------------------------------------------------
 
-
 Costs = Mapping[fx.Node, Cost]
 """The cost of each call of a graph."""
 

@@ -293,7 +293,6 @@ def _without_overlaps(parts: Sequence[_Interval]) -> Iterator[_Interval]:
 
 # -- streams ---------------------------------------------------------------------------------------
 
-
 aten = torch.ops.aten
 
 # The ops that FSDP2 applies to reduced gradients.

@@ -361,7 +361,6 @@ def _device(nodes: Sequence[fx.Node]) -> str:
 
 # -- padding ---------------------------------------------------------------------------------------
 
-
 _SCATTERS = ("slice_scatter", "as_strided_scatter", "select_scatter")
 
 

@@ -263,7 +263,6 @@ def _check_pipelines(pipelines: Sequence[str]) -> None:
 
 # -- the answer ------------------------------------------------------------------------------------
 
-
 _LOST = 8  # rows that say why others lost
 _FRONTIER = 8
 _SHOWN = {name: (head, show) for name, head, show in COLUMNS}
