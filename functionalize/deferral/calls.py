@@ -12,9 +12,9 @@
 | anybody else after the optimizer's step | the same with the gradients as results |
 | anybody before it | the programs of the forward and of its backward, on the inputs that they had at their lines |
 
-Each forward is a `WaitingCall`:
+Each forward is a `_WaitingCall`:
 
-    waiting = WaitingCall(..., cached, call)     a program whose guards hold, and its inputs
+    waiting = _WaitingCall(..., cached, call)    a program whose guards hold, and its inputs
     waiting.results(forms)                       what the forward returns, contents undefined
     waiting.run()                                the programs of forward and backward, on the inputs that they had
     waiting.joins(joint, agreements)             the optimizer's step waits, too, as a program of all three covers it
@@ -25,7 +25,7 @@ Each forward is a `WaitingCall`:
 A call waits only if a program covers it, whose guards hold and whose inputs are found at its line: so it can run later
 whatever Python does in between. A captured step that is recorded runs Python late. So the guards are asked again before
 it: if they hold, on the same tensors, Python would have done at the line of each call what it does now. Once a program
-of all three was found so to do what the others do (`Agreements`), its own guards are enough, on the same tensors.
+of all three was found so to do what the others do (`_Agreements`), its own guards are enough, on the same tensors.
 Ranks may look at different places: whichever way a rank takes, it issues eager's collectives in their order. So passes
 that change collectives are refused, and a step whose ranks vote does not replace the programs.
 Invariant: each call runs once; an error leaves NaN in the results, and has a note with the line of the forward.
@@ -91,7 +91,7 @@ class LazyModule:
         self._ran: Counter[str] = Counter()
         self._forms: WeakKeyDictionary[ForwardProgram, list[Any]] = WeakKeyDictionary()
         self._unfit: WeakKeyDictionary[ForwardProgram, str] = WeakKeyDictionary()
-        self._reliances: WeakKeyDictionary[Any, Reliance] = WeakKeyDictionary()
+        self._reliances: WeakKeyDictionary[Any, _Reliance] = WeakKeyDictionary()
         self._new: ForwardProgram | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -107,7 +107,7 @@ class LazyModule:
             (positional, named), copies = self._owned(args, kwargs)
             found = self._forward.covered(positional, named, self._may_wait)
             if found is not None:
-                waiting = WaitingCall(
+                waiting = _WaitingCall(
                     mode, self._forward, self._reliance_of, self._ran, *found, copies
                 )
                 result = waiting.results(self._forms[found[0]])
@@ -166,11 +166,11 @@ class LazyModule:
         except (NoDescription, NotImplementedError, RuntimeError) as error:
             self._unfit[cached] = str(error) or "returns a tensor that is not plain and dense"
 
-    def _reliance_of(self, each: ForwardProgram | BackwardProgram) -> Reliance:
+    def _reliance_of(self, each: ForwardProgram | BackwardProgram) -> _Reliance:
         if each not in self._reliances:
             # A forward reads no gradients; whether there are any may change before its backward.
             but = (SlotGuard,) if isinstance(each, ForwardProgram) else ()
-            self._reliances[each] = Reliance(each.program, but)
+            self._reliances[each] = _Reliance(each.program, but)
         return self._reliances[each]
 
     def explain(self) -> str:
@@ -188,7 +188,7 @@ class LazyOptimizer:
     ) -> None:
         self._optimizer, self._mode, self._options = optimizer, mode, options
         self._alone = CapturedStep(named(_step, "step", optimizer), options)
-        self._joints: dict[Forward, tuple[Iteration, Agreements]] = {}
+        self._joints: dict[Forward, tuple[Iteration, _Agreements]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_optimizer"], name)
@@ -199,7 +199,7 @@ class LazyOptimizer:
         if closure is not None or not _is_on(mode):
             return self._optimizer.step(*([] if closure is None else [closure]))
         call = mode.call
-        if isinstance(call, WaitingCall) and call.has_backward and not call.has_step:
+        if isinstance(call, _WaitingCall) and call.has_backward and not call.has_step:
             joint, agreements = self._joint(call.captured)
             with disable_current_modes():
                 if call.joins(joint, agreements):
@@ -218,7 +218,7 @@ class LazyOptimizer:
         if (
             set_to_none
             and is_torch
-            and isinstance(call, WaitingCall)
+            and isinstance(call, _WaitingCall)
             and call.has_step
             and _is_on(mode)
         ):
@@ -229,10 +229,10 @@ class LazyOptimizer:
                 return
         optimizer.zero_grad(set_to_none)
 
-    def _joint(self, forward: Forward) -> tuple[Iteration, Agreements]:
+    def _joint(self, forward: Forward) -> tuple[Iteration, _Agreements]:
         if forward not in self._joints:
             made = Iteration(forward.callable, self._optimizer, self._options)
-            self._joints[forward] = made, Agreements()
+            self._joints[forward] = made, _Agreements()
         return self._joints[forward]
 
     def explain(self) -> str:
@@ -283,7 +283,7 @@ _Found = Mapping[int, Any]  # inputs by number
 _Pairs = Sequence[tuple[int, int, int]]
 
 
-class Reliance:
+class _Reliance:
     """What a program relies on, without its graph: its guards, and the inputs that it finds by itself.
 
     but: kinds of guards that do not count.
@@ -313,7 +313,7 @@ class Reliance:
         return dict(zip(self.kept, call.inputs, strict=True)) if isinstance(call, Call) else None
 
 
-class Agreements:
+class _Agreements:
     """Which programs of whole iterations do what a forward and a backward do, before the optimizer's step.
 
     If all three cover one state of Python, the first does there what the others do; and a program does the same always.
@@ -337,7 +337,7 @@ class Agreements:
         call: Call,
         forward: ForwardProgram,
         backward: BackwardProgram,
-        reliance_of: Callable[[Any], Reliance],
+        reliance_of: Callable[[Any], _Reliance],
     ) -> _Pairs:
         """The same; they cover the state of now. call: the inputs of `joint`."""
         places = {
@@ -359,7 +359,7 @@ class Agreements:
         return pairs
 
 
-class WaitingCall:
+class _WaitingCall:
     """A forward that waits, and its backward: the `CapturedBackward` of the node of its results.
 
     captured: the forward. has_backward: whether the backward waits as well.
@@ -371,7 +371,7 @@ class WaitingCall:
         self,
         mode: LazyMode,
         captured: Forward,
-        reliance_of: Callable[[ForwardProgram | BackwardProgram], Reliance],
+        reliance_of: Callable[[ForwardProgram | BackwardProgram], _Reliance],
         ran: Counter[str],
         cached: ForwardProgram,
         call: Call,
@@ -514,7 +514,7 @@ class WaitingCall:
         """Whether an optimizer's step waits, too."""
         return self._step is not None
 
-    def joins(self, joint: Iteration, agreements: Agreements) -> bool:
+    def joins(self, joint: Iteration, agreements: _Agreements) -> bool:
         """Whether the optimizer's step waits from now on, since a program covers all three."""
         if self._backward is None or read() != self._settings:
             return False

@@ -3,7 +3,7 @@
     instances = LateInstances.made(template, sizes, first, rules)      or a `Mismatch`
     program = instances.at((37,))                 a `LateInstance`, for 37 tokens and any computed sizes
 
-Their code (`LateCode`) learns sizes of results while the graph runs, and computes of them the integers of later ops.
+Their code (`_LateCode`) learns sizes of results while the graph runs, and computes of them the integers of later ops.
 `late` is the `Admission` of the replay:
 
     late.begin()
@@ -81,7 +81,7 @@ class LateInstances(Instances):
         template: Template,
         code: BoxedTemplate,
         parts: list[VaryingPart],
-        late: LateCode,
+        late: _LateCode,
         rules: Rules,
         reference_sizes: Sizes,
     ) -> None:
@@ -106,7 +106,7 @@ class LateInstances(Instances):
         ]
         try:
             found = ReplacedParts.of(template.reference, iter(integers))
-            late = LateCode.of(template, first, names, found.sized)
+            late = _LateCode.of(template, first, names, found.sized)
             parts = _parts(template.reference, found.parts)
             if isinstance(parts, Mismatch):
                 return parts
@@ -171,7 +171,7 @@ _TAKES_A_MASK = ("index_put", "_unsafe_index_put", "_index_put_impl", "masked_sc
 
 
 @dataclass
-class LateCode:
+class _LateCode:
     """ops: those with such results, in the order of the graph. names: of the integers that are computed late.
 
     first: the number of the first symbol that is a size of a result.
@@ -188,13 +188,13 @@ class LateCode:
     @staticmethod
     def of(
         template: Template, first: int, names: Mapping[Formula, str], sized: Mapping[fx.Node, Any]
-    ) -> LateCode:
+    ) -> _LateCode:
         """names: of all integers that vary. sized: for each op whose result has a size that depends on data, what it
         returns, with `SymbolicInt`s in the places of integers that vary.
         """
         formulas = {name: formula for formula, name in names.items()}
         late = {f: name for f, name in names.items() if max(f.symbols) >= first}
-        code = LateCode(first, names=late)
+        code = _LateCode(first, names=late)
         known, count = set(range(first)), len(template.symbols.names)
         counts = _counts(template)
         for node in template.reference.graph.nodes:

@@ -70,7 +70,7 @@ class LateSizes:
     def __init__(self, step: CapturedStep[..., Any]) -> None:
         self._step, self._core = step, step.core
         self.classes = _no_classes(self._core)
-        self._turn: Turn | None = None  # of this call, if its kind has computed sizes
+        self._turn: _Turn | None = None  # of this call, if its kind has computed sizes
         self.hooks = Hooks(
             begin=self._begin,
             plan=self._plan,
@@ -141,7 +141,7 @@ class LateSizes:
             return
         programs = self._core.cache.at(call.key)
         if any(not isinstance(each.program, LateInstance) for each in programs):
-            self._turn = Turn.REPLAY  # Python decides by a number whether it computes such sizes
+            self._turn = _Turn.REPLAY  # Python decides by a number whether it computes such sizes
             self._has_late(call)
             return
         was_left, self._turn = kind.is_left, kind.turn()
@@ -151,10 +151,10 @@ class LateSizes:
                 group.release()
 
     def _plan(self, call: Invocation) -> Record | Eager | None:
-        if self._turn in (None, Turn.REPLAY):
+        if self._turn in (None, _Turn.REPLAY):
             return None
         self._core.cache.begin_call()  # no program is asked
-        if self._turn is Turn.REST or not self._core.may_record(call.key):
+        if self._turn is _Turn.REST or not self._core.may_record(call.key):
             return Eager(RARE, is_rare=True)
         return Record(_DUE)
 
@@ -162,9 +162,9 @@ class LateSizes:
         kind = self.classes.of(call.key)
         if kind is None:
             return None
-        if self._turn is Turn.REPLAY and self._has_late(call):
+        if self._turn is _Turn.REPLAY and self._has_late(call):
             return False
-        return self._turn is Turn.REST or not kind.may_record
+        return self._turn is _Turn.REST or not kind.may_record
 
     def _has_late(self, call: Invocation) -> bool:
         """Whether there is a program for arguments of these sizes and all computed ones; makes it if it can be made."""
@@ -231,9 +231,9 @@ class LateSizes:
                 self._core.cache.drop(cached)
 
 
-def _no_classes(core: StepCore) -> LateClasses:
+def _no_classes(core: StepCore) -> _LateClasses:
     dynamic = core.options.dynamic
-    return LateClasses(_EVERY if isinstance(dynamic, (bool, str)) else dynamic)
+    return _LateClasses(_EVERY if isinstance(dynamic, (bool, str)) else dynamic)
 
 
 def _has_counts(recording: StepRecording) -> bool:
@@ -255,7 +255,7 @@ _WINDOW, _MOST_MISSES = 32, 8  # a replay returns a third of what one that misse
 _FIRST_REST = 128  # calls that run eagerly before replays are tried again
 
 
-class Turn(enum.Enum):
+class _Turn(enum.Enum):
     """What a call does."""
 
     REPLAY = enum.auto()
@@ -264,7 +264,7 @@ class Turn(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class LateKind:
+class _LateKind:
     """One kind of call. every: one in so many calls is recorded. is_left: whether it is not recorded any more.
 
     new: calls since the last recording. gap: after so many the next one is recorded. rest: calls that run eagerly.
@@ -295,19 +295,19 @@ class LateKind:
         replays = sum(each.replays for each in self.classes)
         return self.group.lost is None and self.recorded < _MOST + replays // _REPLAYS
 
-    def turn(self) -> Turn:
+    def turn(self) -> _Turn:
         """What the next call does; counts it."""
         if not self.group.is_ready:
             self.is_left = not self.may_record
-            return Turn.REST if self.is_left else Turn.RECORD
+            return _Turn.REST if self.is_left else _Turn.RECORD
         if self.rest:
             self.rest -= 1
-            return Turn.REST
+            return _Turn.REST
         self.new += 1
         if self.new < self.gap:
-            return Turn.REPLAY
+            return _Turn.REPLAY
         self.gap = min(2 * self.gap, THINNEST * self.every)
-        return Turn.RECORD
+        return _Turn.RECORD
 
     def replayed(self, group: LateClass, fits: bool) -> None:
         """A replay has run its graph. fits: whether all sizes did, on all ranks."""
@@ -319,12 +319,12 @@ class LateKind:
             self.rest, self._next_rest = self._next_rest, 2 * self._next_rest
 
 
-class LateClasses:
+class _LateClasses:
     """every: one in so many calls is recorded, and compared."""
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self._kinds: dict[Hashable, LateKind] = {}
+        self._kinds: dict[Hashable, _LateKind] = {}
 
     def __len__(self) -> int:
         return len(self._kinds)
@@ -332,7 +332,7 @@ class LateClasses:
     def __iter__(self) -> Iterator[LateClass]:
         return (each for kind in self._kinds.values() for each in kind.classes)
 
-    def of(self, key: Any) -> LateKind | None:
+    def of(self, key: Any) -> _LateKind | None:
         """The kind of a call; None: none with computed sizes was recorded."""
         return self._kinds.get(open_key(key)) if self._kinds else None
 
@@ -349,7 +349,7 @@ class LateClasses:
         """
         kind = self.of(key)
         if kind is None:
-            kind = self._kinds[open_key(key)] = LateKind(self._every, gap=self._every)
+            kind = self._kinds[open_key(key)] = _LateKind(self._every, gap=self._every)
             if len(self._kinds) > _MOST_KINDS:
                 for each in self._kinds.pop(next(iter(self._kinds))).classes:
                     each.templates = each.instances = None  # its programs are dropped
@@ -366,7 +366,7 @@ class LateClasses:
             raise UncapturableError(f"{text}, and {why}")
 
 
-def _why_apart(kind: LateKind, latest: RecordedCall) -> str | None:
+def _why_apart(kind: _LateKind, latest: RecordedCall) -> str | None:
     """Where recordings of a kind part, if as many with arguments of one size are no one program; None: they may be."""
     shapes = latest.shapes[:-1]
     alike = [each for each in kind.classes if any(r.shapes[:-1] == shapes for r in each.references)]

@@ -112,7 +112,7 @@ class Recordings:
         self._boxed = boxed(program)
         self._recordings: OrderedDict[Hashable, Recording] = OrderedDict()
         self._host_numbers = [
-            i for i, spec in enumerate(program.inputs) if is_host_number(spec, device.kind)
+            i for i, spec in enumerate(program.inputs) if _is_host_number(spec, device.kind)
         ]
         self._arguments = [
             i
@@ -199,7 +199,7 @@ def own(results: Sequence[Any], returned: Sequence[int]) -> list[Any]:
 # -- what cannot be recorded -----------------------------------------------------------------------
 
 
-def is_host_number(spec: InputSpec, kind: str) -> bool:
+def _is_host_number(spec: InputSpec, kind: str) -> bool:
     """Whether an input is a zero-dimensional tensor in host memory, such as a learning rate.
 
     kind: the type of the device that records.
@@ -222,7 +222,7 @@ def reasons(program: Program, kind: str, backends: Sequence[str]) -> list[str]:
     for node in program.graph.nodes:
         if node.op == "placeholder":
             spec = next(specs)
-            if is_host_number(spec, kind):
+            if _is_host_number(spec, kind):
                 host.add(node)
             elif spec.device.type != kind:
                 reported.add(node)
@@ -236,7 +236,7 @@ def reasons(program: Program, kind: str, backends: Sequence[str]) -> list[str]:
 
 def _reasons_of_inputs(program: Program, kind: str) -> Iterator[str]:
     for spec in program.inputs:
-        if spec.device.type != kind and not is_host_number(spec, kind):
+        if spec.device.type != kind and not _is_host_number(spec, kind):
             yield f"`{spec.name}` ({spec.geometry}) is on {spec.device}: move it to the device"
 
 

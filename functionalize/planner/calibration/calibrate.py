@@ -77,7 +77,7 @@ aten = torch.ops.aten
 _BY_FLOPS = (MATMUL, ATTENTION, ATTENTION_BACKWARD)
 _LARGEST = {"cpu": 1 << 25, "cuda": 1 << 30}  # bytes of the tensors of a probe
 Say = Callable[[str], None]
-Call = Callable[[], Any]
+_Call = Callable[[], Any]
 
 
 def calibrate(
@@ -254,7 +254,7 @@ def _collectives(
             for _ in range(_sets_of(largest, 4 * count * ranks, most=16))
         ]
         sent = 4.0 * count * (ranks - 1)
-        calls: dict[str, tuple[float, list[Call]]] = {
+        calls: dict[str, tuple[float, list[_Call]]] = {
             "all-gather": (
                 sent,
                 [partial(dist.all_gather_into_tensor, whole, part) for part, whole in buffers],
@@ -367,7 +367,7 @@ class Probe:
     kind: str
     size: float
     work: float
-    calls: Sequence[Call]
+    calls: Sequence[_Call]
     dtype: torch.dtype
 
 
@@ -400,7 +400,7 @@ def matmuls(device: str, dtype: torch.dtype, largest: int, most: int = 99) -> It
         rows = rows * 2 if rows < 256 else rows * 3 // 2
     for rows in sizes[-most:]:
         wide = 4 * rows
-        calls: list[Call] = []
+        calls: list[_Call] = []
         for _ in range(_sets_of(largest, 24 * rows * rows * dtype.itemsize)):
             x, g = _random(device, dtype, rows, wide), _random(device, dtype, rows, wide)
             w = _random(device, dtype, wide, wide)
@@ -422,8 +422,8 @@ def _attention(device: str, dtype: torch.dtype, largest: int) -> Iterator[Probe]
     length = 16 if cpu else 512
     while length <= rows and rows * heads * width * dtype.itemsize * 8 <= max(largest, 1 << 21):
         shape = (rows // length, heads, length, width)
-        forwards: list[Call] = []
-        backwards: list[Call] = []
+        forwards: list[_Call] = []
+        backwards: list[_Call] = []
         for _ in range(_sets_of(largest, 8 * rows * heads * width * dtype.itemsize)):
             q, k, v, g = (_random(device, dtype, *shape) for _ in range(4))
             out = forward(q, k, v, 0.0, True)
@@ -440,53 +440,53 @@ def _attention(device: str, dtype: torch.dtype, largest: int) -> Iterator[Probe]
         length *= 2 if cpu else 4
 
 
-def _pointwise(count: int, device: str, dtype: torch.dtype) -> tuple[list[Call], float]:
+def _pointwise(count: int, device: str, dtype: torch.dtype) -> tuple[list[_Call], float]:
     x, y = _random(device, dtype, count), _random(device, dtype, count)
     return [lambda: aten.add(x, y), lambda: aten.mul(x, y)], 6.0 * _bytes(x)
 
 
-def _costly(count: int, device: str, dtype: torch.dtype) -> tuple[list[Call], float]:
+def _costly(count: int, device: str, dtype: torch.dtype) -> tuple[list[_Call], float]:
     x, y = _random(device, dtype, count), _random(device, dtype, count)
     return [lambda: aten.gelu(x), lambda: aten.gelu_backward(y, x)], 5.0 * _bytes(x)
 
 
-def _random_numbers(count: int, device: str, dtype: torch.dtype) -> tuple[list[Call], float]:
+def _random_numbers(count: int, device: str, dtype: torch.dtype) -> tuple[list[_Call], float]:
     x = _random(device, dtype, count)
     return [lambda: aten.bernoulli_(x, 0.9)], 2.0 * _bytes(x)
 
 
-def _reduction(count: int, device: str, dtype: torch.dtype) -> tuple[list[Call], float]:
+def _reduction(count: int, device: str, dtype: torch.dtype) -> tuple[list[_Call], float]:
     x = _random(device, dtype, count // _ROW, _ROW)
-    calls: list[Call] = [lambda: aten._log_softmax(x, 1, False), lambda: aten.sum(x, [0])]
+    calls: list[_Call] = [lambda: aten._log_softmax(x, 1, False), lambda: aten.sum(x, [0])]
     return calls, 3.0 * _bytes(x)
 
 
-def _norm(count: int, device: str, dtype: torch.dtype) -> tuple[list[Call], float]:
+def _norm(count: int, device: str, dtype: torch.dtype) -> tuple[list[_Call], float]:
     x, g = (_random(device, dtype, count // _ROW, _ROW) for _ in range(2))
     w, b = (_random(device, dtype, _ROW) for _ in range(2))
     _, mean, rstd = aten.native_layer_norm(x, [_ROW], w, b, 1e-5)
-    calls: list[Call] = [
+    calls: list[_Call] = [
         lambda: aten.native_layer_norm(x, [_ROW], w, b, 1e-5),
         lambda: aten.native_layer_norm_backward(g, x, [_ROW], mean, rstd, w, b, [True] * 3),
     ]
     return calls, 5.0 * _bytes(x) + 6.0 * _bytes(w)
 
 
-def _copy(count: int, device: str, dtype: torch.dtype) -> tuple[list[Call], float]:
+def _copy(count: int, device: str, dtype: torch.dtype) -> tuple[list[_Call], float]:
     x = _random(device, dtype, count)
     halves = list(x.chunk(2))
     return [lambda: aten.clone(x), lambda: aten.cat(halves)], 4.0 * _bytes(x)
 
 
-def _lookup(count: int, device: str, dtype: torch.dtype) -> tuple[list[Call], float]:
+def _lookup(count: int, device: str, dtype: torch.dtype) -> tuple[list[_Call], float]:
     rows = max(count // _ROW, 1)
     table, g = _random(device, dtype, 1024, _ROW), _random(device, dtype, rows, _ROW)
     index = torch.randint(0, 1024, (rows,), device=device)
-    calls: list[Call] = [lambda: aten.embedding(table, index)]
+    calls: list[_Call] = [lambda: aten.embedding(table, index)]
     return calls, 2.0 * _bytes(g) + _bytes(index)
 
 
-def _optimizer(count: int, device: str, dtype: torch.dtype) -> tuple[list[Call], float]:
+def _optimizer(count: int, device: str, dtype: torch.dtype) -> tuple[list[_Call], float]:
     lists = [[_random(device, dtype, count // 4).abs_() for _ in range(4)] for _ in range(4)]
     steps = [torch.ones((), device=device) for _ in range(4)]
     numbers = {"lr": 1e-9, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8}
@@ -498,7 +498,7 @@ def _optimizer(count: int, device: str, dtype: torch.dtype) -> tuple[list[Call],
     return [update], 7.0 * sum(map(_bytes, p))
 
 
-_BY_BYTES: dict[str, Callable[[int, str, torch.dtype], tuple[list[Call], float]]] = {
+_BY_BYTES: dict[str, Callable[[int, str, torch.dtype], tuple[list[_Call], float]]] = {
     POINTWISE: _pointwise,
     COSTLY: _costly,
     RANDOM: _random_numbers,

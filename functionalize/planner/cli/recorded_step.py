@@ -91,7 +91,7 @@ class Recorded:
 
 # -- its file --------------------------------------------------------------------------------------
 
-KIND = "graph"
+_KIND = "graph"
 _MAX_PLACEHOLDER = 1 << 20  # bytes, at most, of the zeros that replace a constant without data
 _PLAIN_FIELDS = ("name", "world", "target", "stats", "notes")
 
@@ -102,13 +102,13 @@ def write_graph(path: str, found: Recorded) -> None:
     with disable_current_modes():
         writer = Writer(Encoder(FORMS))
         try:
-            code = writer.program(detached(found.program), "program")
+            code = writer.program(_detached(found.program), "program")
         except SaveError as error:
             raise refusal(path, error, "saved") from None
         content = {"records": writer.encoder.records, "programs": [code]}
         metadata = {
             **archive.versions(),
-            "kind": KIND,
+            "kind": _KIND,
             "fields": {name: getattr(found, name) for name in _PLAIN_FIELDS},
             "groups": [[name, list(found.groups.get(name, ()))] for name in writer.groups],
             "input_categories": {
@@ -126,7 +126,7 @@ def read_graph(path: str) -> Recorded:
     try:
         metadata = archive.read_metadata(path)
         archive.check_versions(metadata)
-        if metadata.get("kind") != KIND:
+        if metadata.get("kind") != _KIND:
             raise LoadError(
                 f"holds a {metadata.get('kind')} that runs, no graph to look at: `functionalize capture -o` writes one"
             )
@@ -146,7 +146,7 @@ def read_graph(path: str) -> Recorded:
         raise refusal(path, damaged(error), "loaded") from error
 
 
-def detached(program: Program) -> Program:
+def _detached(program: Program) -> Program:
     """The program without references to objects outside it: modules, guards, structures of arguments."""
     inputs = (replace(spec, source=Argument(i)) for i, spec in enumerate(program.inputs))
     outputs = tuple(_plain(role, program) for role in program.outputs)

@@ -139,11 +139,11 @@ class RecordedMemory:
 
 # -- the recorder ----------------------------------------------------------------------------------
 
-TensorNote = tuple[int, Any, tuple[int, ...], torch.dtype]  # storage, size, stride, dtype
-Line = tuple[CodeType, int]
+_TensorNote = tuple[int, Any, tuple[int, ...], torch.dtype]  # storage, size, stride, dtype
+_Line = tuple[CodeType, int]
 
 
-class Watched(weakref.ref[torch.UntypedStorage]):
+class _Watched(weakref.ref[torch.UntypedStorage]):
     """A weak reference to a storage, with its number and its address."""
 
     __slots__ = ("address", "serial")
@@ -170,14 +170,14 @@ class MemoryRecorder(Watcher):
         self._in_world = in_world
         self._serials: dict[int, int] = {}  # address of a live storage -> its number
         self._sizes: list[int] = []  # by number: bytes now
-        self._seen: list[tuple[torch.device, TensorNote]] = []
+        self._seen: list[tuple[torch.device, _TensorNote]] = []
         # Storages that existed before the step and are at no known place -> their bytes.
         self._captured: dict[int, int] = {}
         self._calls, self._changes = self.step_notes.calls, self.step_notes.changes
         self.module_calls = self._calls
         self._alive = self.step_notes.alive
         self._task = -1  # the id of autograd's graph task that ran last
-        self._task_line: Line | None = None  # the user's line that called backward
+        self._task_line: _Line | None = None  # the user's line that called backward
         self._handlings: dict[
             int, tuple[str, Any, Any]
         ] = {}  # by id of the op: hashing an op takes longer
@@ -273,7 +273,7 @@ class MemoryRecorder(Watcher):
             return None
         return None if None in found else tuple(found)  # type: ignore[arg-type]
 
-    def _argument(self, tensor: Tensor) -> TensorNote | None:
+    def _argument(self, tensor: Tensor) -> _TensorNote | None:
         """An argument. If its storage is new to the recorder, it existed before the step."""
         try:
             storage = tensor.untyped_storage()
@@ -287,7 +287,7 @@ class MemoryRecorder(Watcher):
             return note
         return serial, tensor.shape, tensor.stride(), tensor.dtype
 
-    def _result(self, tensor: Tensor, later: int = 0) -> TensorNote | None:
+    def _result(self, tensor: Tensor, later: int = 0) -> _TensorNote | None:
         """A result. If its storage is new, the op has allocated it.
 
         later: 1 if the allocation counts as made by the next op, else 0.
@@ -302,23 +302,23 @@ class MemoryRecorder(Watcher):
             return self._add(tensor, storage, later)
         return serial, tensor.shape, tensor.stride(), tensor.dtype
 
-    def _add(self, tensor: Tensor, storage: torch.UntypedStorage, later: int = 0) -> TensorNote:
+    def _add(self, tensor: Tensor, storage: torch.UntypedStorage, later: int = 0) -> _TensorNote:
         address, serial, nbytes = storage._cdata, len(self._sizes), storage.nbytes()
         note = serial, tensor.shape, tensor.stride(), tensor.dtype
         self._serials[address] = serial
         self._sizes.append(nbytes)
         self._seen.append((tensor.device, note))
-        alive = Watched(storage, self._freed)
+        alive = _Watched(storage, self._freed)
         alive.serial, alive.address = serial, address
         self._alive.append(alive)
         self._changes.append((len(self.records) - 1 + later, serial, nbytes))
         return note
 
-    def _freed(self, died: Watched) -> None:
+    def _freed(self, died: _Watched) -> None:
         self._changes.append((len(self.records) - 1, died.serial, 0))
         self._serials.pop(died.address, None)
 
-    def _line(self, position: Position | None) -> Line | None:
+    def _line(self, position: Position | None) -> _Line | None:
         """The innermost line of the user's code.
 
         Ops that the engine calls directly share the line that called backward: it is looked up once per graph task.
@@ -409,7 +409,7 @@ class MemoryRecorder(Watcher):
         return self.step_notes.lifetimes(records, seen, origins, gradients)
 
 
-def _map(find: Callable[[Tensor], TensorNote | None], value: Any) -> Any:
+def _map(find: Callable[[Tensor], _TensorNote | None], value: Any) -> Any:
     """Apply `find` to each tensor in nested lists. Numbers stay; any other object becomes None."""
     if type(value) in _NUMBERS:
         return value
@@ -418,7 +418,7 @@ def _map(find: Callable[[Tensor], TensorNote | None], value: Any) -> Any:
     return find(value) if isinstance(value, Tensor) else None
 
 
-def _user_line(frame: FrameType | None) -> Line | None:
+def _user_line(frame: FrameType | None) -> _Line | None:
     while frame is not None:
         code = frame.f_code
         if not is_internal(code.co_filename):
@@ -435,7 +435,7 @@ def _op_record(
     func: Any,
     args: Any,
     kwargs: dict[str, Any],
-    line: Line | None,
+    line: _Line | None,
     position: Position | None,
     module: str,
     result: Any,
@@ -461,7 +461,7 @@ def _refs(value: Any) -> Any:
     return [_refs(v) for v in value] if type(value) is list else value
 
 
-def _geometry(note: TensorNote) -> Geometry:
+def _geometry(note: _TensorNote) -> Geometry:
     _, size, stride, dtype = note
     return Geometry(tuple(size), stride, 0, dtype)
 

@@ -92,14 +92,14 @@ def call_costs(program: Program) -> Costs:
 # -- sums of rows ----------------------------------------------------------------------------------
 
 
-class SummableRow(Protocol):
+class _SummableRow(Protocol):
     """A row of a table. KEYS: the names of the fields that identify a row."""
 
     KEYS: ClassVar[tuple[str, ...]]
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
-Row = TypeVar("Row", bound=SummableRow)
+Row = TypeVar("Row", bound=_SummableRow)
 
 
 def summed(rows: Iterable[Row], *keys: str) -> list[Row]:
