@@ -4,9 +4,14 @@
     group.is_ready                             whether its program is replayed
     program = group.at((37,))                  for arguments of these sizes, and any computed ones
 
-Every call that is compared is recorded: what it computes is known only then. The template is determined by all
-recordings until several in a row were as predicted; with more symbols more must agree, since then more functions fit a
-few numbers by chance.
+    observer = LateObserver(whole, symbols, (37,), (True,))       37: the size of the arguments
+    recorder.checks.sizes.counted = observer.counted
+    with observer: ...                         a recorded run in which Python is observed
+
+Every call that is compared is recorded: what it computes is known only then. Its computed sizes become known one after
+the other: a size that has a value of its own among those known at a moment is live, others that Python asks for lose
+the run, see `lengths/observed_sizes.py`. The template is determined by all recordings until several in a row were as
+predicted; with more symbols more must agree, since then more functions fit a few numbers by chance.
 
 Which sizes a replay takes (`Admission` asks):
 
@@ -33,11 +38,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from functionalize.late_sizes.late_guards import first_late, late_guards, late_places
-from functionalize.late_sizes.late_instances import LateInstances
-from functionalize.late_sizes.late_observer import LateObserver
+from functionalize.late_sizes.late_instances import (
+    LateInstances,
+    first_late,
+    late_guards,
+    late_places,
+)
 from functionalize.lengths.coverage import Coverage
 from functionalize.lengths.instances import programs_at
+from functionalize.lengths.observed_sizes import ObservedSizes
 from functionalize.lengths.recorded_calls import RecordedCall, Templates
 from functionalize.lengths.relations import relations
 from functionalize.lengths.shared_passes import rewritten
@@ -397,3 +406,27 @@ class _WindowRelations:
     def hold(self, sizes: Sizes) -> bool:
         """Whether they are as in the recordings."""
         return all(each.holds(sizes) for each in self._storages)
+
+
+# -- the observer of a recorded call ---------------------------------------------------------------
+
+
+class LateObserver(ObservedSizes):
+    """sizes: of the arguments. is_late: for each size of a result that is counted, whether it is known late."""
+
+    def __init__(
+        self, whole: SignatureTemplate, symbols: Symbols, sizes: Sizes, is_late: Sequence[bool]
+    ) -> None:
+        super().__init__(whole.known_at(sizes))
+        self._whole, self._sizes = whole, [*sizes]
+        self._counts = iter(is_late)
+        self._places = iter(late_places(symbols, sum(is_late)))
+
+    def counted(self, count: int) -> None:
+        """An op is about to make a result of this size."""
+        if not next(self._counts, False):
+            return
+        _, symbol, _ = next(self._places)
+        if symbol == len(self._sizes):
+            self._sizes.append(count)
+            self.learn(self._whole.known_at(tuple(self._sizes)))

@@ -3,8 +3,14 @@
     instances = LateInstances.made(template, sizes, first, rules)      or a `Mismatch`
     program = instances.at((37,))                 a `LateInstance`, for 37 tokens and any computed sizes
 
-Their code (`_LateCode`) learns sizes of results while the graph runs, and computes of them the integers of later ops.
-`late` is the `Admission` of the replay:
+    late_guards(program)        one for each size of a result that was counted and does not follow from arguments
+    late_places(symbols, 3)     their places among the symbols, in the same order; 3: how many there are
+    first_late(symbols)         the number of the first symbol that is known late
+
+In the key of a recording its late sizes stand at the end (`with_late_sizes`), so their symbols are the last ones.
+
+The code of these programs (`_LateCode`) learns sizes of results while the graph runs, and computes of them the integers
+of later ops. `late` is the `Admission` of the replay:
 
     late.begin()
     v7 = op2(v6)                     counts what the mask selects
@@ -37,8 +43,8 @@ import torch
 from torch import Tensor, fx
 
 from functionalize.ir.commit import is_commit
+from functionalize.ir.guards import ValueGuard
 from functionalize.ir.ops import Geometry
-from functionalize.late_sizes.late_guards import late_guards, late_places
 from functionalize.lengths.instances import (
     Instance,
     Instances,
@@ -47,13 +53,16 @@ from functionalize.lengths.instances import (
     varying_parts,
 )
 from functionalize.program.early_guard import A_SIZE
+from functionalize.program.executable import Executable
 from functionalize.program.metadata import tensors_of
 from functionalize.program.printer import node_text
 from functionalize.program.program import Program
 from functionalize.run.boxed import BoxedTemplate
 from functionalize.run.windows import NO_WINDOWS
+from functionalize.templates.call_keys import LATE
 from functionalize.templates.fitting import Formula, Sizes, evaluator
 from functionalize.templates.leaves import PARTS, ReplacedParts
+from functionalize.templates.symbols import Symbols
 from functionalize.templates.template import Mismatch, SymbolicInt, Template
 
 
@@ -422,3 +431,22 @@ def _replaced(value: Any, following: Callable[[], Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple([_replaced(each, following) for each in value])
     return value
+
+
+# -- guards and symbols of late sizes --------------------------------------------------------------
+
+
+def late_guards(program: Executable) -> list[ValueGuard]:
+    """The guards on sizes of results that are known only while the graph runs."""
+    return [guard for guard in program.value_guards if guard.what == A_SIZE]
+
+
+def late_places(symbols: Symbols, count: int) -> Sequence[tuple[str, int, int]]:
+    """For each of the last sizes: its name, the number of its symbol, or -1 and its constant."""
+    return symbols.places[len(symbols.places) - count :]
+
+
+def first_late(symbols: Symbols) -> int:
+    """The number of the first symbol that is known late; of none: the number of all symbols."""
+    late = (n for n, name in enumerate(symbols.names) if name.endswith(f"`{LATE}`"))
+    return next(late, len(symbols.names))

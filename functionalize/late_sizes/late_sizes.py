@@ -29,10 +29,8 @@ import torch
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize.errors import GuardError, SaveError, UncapturableError
 from functionalize.ir.inputs import Call
-from functionalize.late_sizes.late_class import LateClass
-from functionalize.late_sizes.late_guards import late_guards
-from functionalize.late_sizes.late_instances import LateInstance
-from functionalize.late_sizes.late_observer import LateObserver
+from functionalize.late_sizes.late_class import LateClass, LateObserver
+from functionalize.late_sizes.late_instances import LateInstance, late_guards
 from functionalize.lengths.coverage import THINNEST
 from functionalize.lengths.recorded_calls import RecordedCall
 from functionalize.program.program import Program
