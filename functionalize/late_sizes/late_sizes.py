@@ -48,8 +48,8 @@ from functionalize.step.stages import Invocation
 from functionalize.step.vote import RARE
 from functionalize.templates.call_keys import LATE, open_key, shapes_of, with_late_sizes
 from functionalize.templates.fitting import Sizes
-from functionalize.util.switches import SIZES
 from functionalize.templates.template import first_difference
+from functionalize.util.switches import SIZES
 from functionalize.util.user_warning import warn_uncapturable
 
 _DUE = "calls whose sizes the step computes are recorded until they are one program, and one in so many later"
