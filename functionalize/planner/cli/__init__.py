@@ -8,7 +8,7 @@
     memory.py, plan.py, compare.py, calibrate.py, tune.py: the commands of these names
 
 Exit codes: 0; 1 if the step or the plan failed, or nothing fits in `--limit`; 2 for wrong usage; 130 for Ctrl-C.
-Without typer and rich: 2, and what to install. Ctrl-C: `functionalize/ctrl_c.py`.
+Without typer and rich, or without torch: 2, and what to install. Ctrl-C: `functionalize/ctrl_c.py`.
 """
 
 from __future__ import annotations

@@ -4,30 +4,33 @@
 def opt(out: Out, job: Job, pipeline: Pipeline, ...): ...        `command` adds --build, --world, --json, ...
 
 An option that several commands have is an annotation, from which typer reads it.
+What a command needs is imported when it runs: `--help` and `--version` answer at once, also where torch is missing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, Signature, signature
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from functionalize.cost.machines.presets import MACHINES
 from functionalize.errors import UsageError
-from functionalize.planner.cli import calibrate as calibrate_command
-from functionalize.planner.cli import graphs
-from functionalize.planner.cli import memory as memory_command
-from functionalize.planner.cli import plan as plan_command
-from functionalize.planner.cli import tune as tune_command
-from functionalize.planner.cli.compare import compare
 from functionalize.planner.cli.console import Out, run
-from functionalize.planner.cli.recorded import DEFAULT_WORLD, Job
-from functionalize.planner.cli.scripts import FunctionNames, assignments, axes, nbytes, training
+from functionalize.planner.cli.scripts import (
+    DEFAULT_WORLD,
+    FunctionNames,
+    assignments,
+    axes,
+    nbytes,
+    training,
+)
 from functionalize.planner.cli.scripts import mesh as sizes
+
+if TYPE_CHECKING:
+    from functionalize.planner.cli.recorded import Job
 
 # -- options of several commands -------------------------------------------------------------------
 
@@ -149,6 +152,8 @@ app = typer.Typer(
 
 def _size(text: str | None) -> int | None:
     """The bytes of `--limit`: a size, or the memory of a machine."""
+    from functionalize.cost.machines.presets import MACHINES
+
     if text is None or text not in MACHINES:
         return nbytes(text) if text is not None else None
     memory = MACHINES[text].memory
@@ -159,7 +164,11 @@ def _size(text: str | None) -> int | None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"functionalize {version('functionalize')}, torch {version('torch')}")
+        try:
+            torch = f"torch {version('torch')}"
+        except PackageNotFoundError:
+            torch = "no torch"
+        print(f"functionalize {version('functionalize')}, {torch}")
         raise typer.Exit
 
 
@@ -185,6 +194,8 @@ def _job(
     target: Target = "cuda",
 ) -> Job:
     """The job described by the options on the script and the world."""
+    from functionalize.planner.cli.recorded import Job
+
     names = FunctionNames(build, step, inputs)
     mesh_sizes = sizes(mesh) if mesh is not None else None
     return Job(source, names, assignments(set_ or ()), world, mesh_sizes, rank, target)
@@ -202,7 +213,7 @@ def command(source: Any) -> Callable[[Callable[..., int | None]], Callable[..., 
     """
 
     def registered(function: Callable[..., int | None]) -> Callable[..., None]:
-        _, _, *own = _options(function)
+        own = _options(function, but=("out", "job"))
         first, *shared = _options(_job)
 
         @wraps(function)
@@ -212,16 +223,21 @@ def command(source: Any) -> Callable[[Callable[..., int | None]], Callable[..., 
 
         options = [first.replace(annotation=source), *own, *shared, *_options(_printed)]
         main.__signature__ = Signature(options)  # type: ignore[attr-defined]
+        main.__annotations__ = {each.name: each.annotation for each in options}
         app.command()(main)
         return main
 
     return registered
 
 
-def _options(function: Callable[..., Any]) -> list[Parameter]:
-    """The parameters of a function, keyword-only as typer needs them."""
-    found = signature(function, eval_str=True).parameters.values()
-    return [each.replace(kind=Parameter.KEYWORD_ONLY) for each in found]
+def _options(function: Callable[..., Any], but: tuple[str, ...] = ()) -> list[Parameter]:
+    """The parameters of a function, keyword-only as typer needs them. but: without these, which are no options."""
+    names = globals()
+    return [
+        each.replace(kind=Parameter.KEYWORD_ONLY, annotation=eval(each.annotation, names))
+        for name, each in signature(function).parameters.items()
+        if name not in but
+    ]
 
 
 @command(Script)
@@ -239,6 +255,8 @@ def capture(
 
     Example: [bold]functionalize capture train.py --world 64 --set layers=4 -o step.fzp[/]
     """
+    from functionalize.planner.cli import graphs
+
     graphs.capture(out, job, output)
 
 
@@ -271,6 +289,8 @@ def show(
 
     Example: [bold]functionalize show step.fzp --module blocks.0 --phase backward[/]
     """
+    from functionalize.planner.cli import graphs
+
     keep = graphs.Filter(module, phase, grep, backward_of)
     if tape:
         graphs.show_tape(out, job, keep, png, passes)
@@ -291,6 +311,8 @@ def opt(
 
     Example: [bold]functionalize opt step.fzp default --diff[/]
     """
+    from functionalize.planner.cli import graphs
+
     graphs.opt(out, job, pipeline, diff)
 
 
@@ -325,10 +347,12 @@ def memory(
 
     Example: [bold]functionalize memory train.py --world 64 --limit 80GB --png memory.png[/]
     """
+    from functionalize.planner.cli.memory import MemoryOptions
+    from functionalize.planner.cli.memory import memory as printed
+
     given = (top, of, passes, machine, alloc_conf, _size(limit))
     files = (png, html, snapshot, trace)
-    options = memory_command.MemoryOptions(*given, *files, time_axis)
-    return memory_command.memory(out, job, options)
+    return printed(out, job, MemoryOptions(*given, *files, time_axis))
 
 
 @command(Script)
@@ -362,8 +386,11 @@ def plan(
 
     Example: [bold]functionalize plan train.py --grid world=64,1024 --grid batch=1,2,4 --largest batch --limit 80GB[/]
     """
+    from functionalize.planner.cli.plan import PlanOptions
+    from functionalize.planner.cli.plan import plan as planned
+
     size = _size(limit)
-    options = plan_command.PlanOptions(
+    options = PlanOptions(
         axes(grid),
         passes,
         machine,
@@ -374,11 +401,63 @@ def plan(
         trace,
         training(tokens, price),
     )
-    return plan_command.plan(out, job, options)
+    return planned(out, job, options)
 
 
-app.command()(compare)
-app.command("calibrate")(calibrate_command.command)
+@app.command()
+def compare(
+    first: Annotated[str, typer.Argument(metavar="A.json", help="Of plan --json, memory --json.")],
+    second: Annotated[str, typer.Argument(metavar="B.json", help="Another of the same kind.")],
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks.")] = False,
+) -> None:
+    """Two plans, or two reports on memory, side by side: each figure, and how it changes.
+
+    Ends with 1 if no point is in both.
+
+    Example: [bold]functionalize compare before.json after.json[/]
+    """
+
+    def printed(out: Out) -> int:
+        from functionalize.planner.cli.compare import side_by_side
+
+        return side_by_side(out, first, second)
+
+    run(printed, as_json, debug)
+
+
+@app.command()
+def calibrate(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE.json", help="Written: for --machine of memory and plan.")
+    ],
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="cpu or cuda; CUDA where there is one.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", help="Processes; 2, or one for each GPU.")
+    ] = None,
+    each: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Of one measurement, of some 100.")
+    ] = 0.1,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="JSON on stdout, nothing else there.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks, warnings and logs.")] = False,
+) -> None:
+    """Measure this machine: how fast its kernels, its collectives and its host are, with all ranks busy.
+
+    Takes less than two minutes on a CPU. Nothing else should run meanwhile.
+
+    Example: [bold]functionalize calibrate here.json[/]
+    """
+
+    def measured(out: Out) -> None:
+        from functionalize.planner.cli.calibrate import calibrate
+
+        calibrate(out, file, device, ranks, each)
+
+    run(measured, as_json, debug)
 
 
 @command(Script)
@@ -418,7 +497,10 @@ def tune(
 
     Example: [bold]functionalize tune train.py --world 64 --limit h100 --batch-tokens 1M --code policy.py[/]
     """
+    from functionalize.planner.cli.tune import TuneOptions
+    from functionalize.planner.cli.tune import tune as tuned
+
     run, size = training(tokens, price), _size(limit)
     conf = alloc_conf or None
     given = (size, batch_tokens, batches, passes, top, machine, conf, tp, run, code, offload)
-    tune_command.tune(out, job, tune_command.TuneOptions(*given))
+    tuned(out, job, TuneOptions(*given))

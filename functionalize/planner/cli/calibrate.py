@@ -3,45 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 
 from functionalize.cost.machines.machine import Machine
 from functionalize.errors import PlanError, UsageError
 from functionalize.planner.calibration.calibrate import calibrate as measure
-from functionalize.planner.cli.console import Out, plain, run, table
+from functionalize.planner.cli.console import Out, plain, table
 from functionalize.planner.cli.scripts import as_usage, check_files
 from functionalize.util.text import human_bytes, human_seconds
-
-
-def command(
-    file: Annotated[
-        str, typer.Argument(metavar="FILE.json", help="Written: for --machine of memory and plan.")
-    ],
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="cpu or cuda; CUDA where there is one.")
-    ] = None,
-    ranks: Annotated[
-        int | None, typer.Option(metavar="N", help="Processes; 2, or one for each GPU.")
-    ] = None,
-    each: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Of one measurement, of some 100.")
-    ] = 0.1,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="JSON on stdout, nothing else there.")
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks, warnings and logs.")] = False,
-) -> None:
-    """Measure this machine: how fast its kernels, its collectives and its host are, with all ranks busy.
-
-    Takes less than two minutes on a CPU. Nothing else should run meanwhile.
-
-    Example: [bold]functionalize calibrate here.json[/]
-    """
-    run(lambda out: calibrate(out, file, device, ranks, each), as_json, debug)
 
 
 def calibrate(out: Out, file: str, device: str | None, ranks: int | None, each: float) -> None:

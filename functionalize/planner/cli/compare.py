@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import typer
 from rich.console import Console
 
 from functionalize.errors import UsageError
-from functionalize.planner.cli.console import Out, plain, run, table
+from functionalize.planner.cli.console import Out, plain, table
 from functionalize.planner.machines.files import read_json
 from functionalize.planner.sweep.summary import COLUMNS
 from functionalize.planner.timeline.timeline import EAGER
@@ -60,21 +59,6 @@ class _Compared(NamedTuple):
     title: str
     pairs: list[_Pair]
     differing: list[str]
-
-
-def compare(
-    first: Annotated[str, typer.Argument(metavar="A.json", help="Of plan --json, memory --json.")],
-    second: Annotated[str, typer.Argument(metavar="B.json", help="Another of the same kind.")],
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks.")] = False,
-) -> None:
-    """Two plans, or two reports on memory, side by side: each figure, and how it changes.
-
-    Ends with 1 if no point is in both.
-
-    Example: [bold]functionalize compare before.json after.json[/]
-    """
-    run(lambda out: side_by_side(out, first, second), as_json, debug)
 
 
 def side_by_side(out: Out, first: str, second: str) -> int:

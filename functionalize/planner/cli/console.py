@@ -39,7 +39,6 @@ from typer.rich_utils import rich_format_error
 
 from functionalize.ctrl_c import INTERRUPTED, interruptible
 from functionalize.errors import FunctionalizeError, InvariantError, UncapturableError, UsageError
-from functionalize.util.user_stack import user_frames
 
 _UNLIMITED_WIDTH = 100_000  # columns when stdout is not a terminal
 _STDLIB = os.path.dirname(os.__file__)
@@ -209,7 +208,11 @@ def _failed(error: BaseException, out: Out) -> int:
     if out.debug:
         out.errors.print(Text(traceback.format_exc()), soft_wrap=True)
     out.fail(error_text(error), type(error).__name__)
-    return 2 if isinstance(error, UsageError) else 1
+    return 2 if isinstance(error, UsageError) or _lacks_torch(error) else 1
+
+
+def _lacks_torch(error: BaseException) -> bool:
+    return isinstance(error, ModuleNotFoundError) and error.name == "torch"
 
 
 def error_text(error: BaseException) -> str:
@@ -218,6 +221,10 @@ def error_text(error: BaseException) -> str:
         return f"the step cannot be recorded: {error}"
     if isinstance(error, FunctionalizeError):
         return str(error)
+    if _lacks_torch(error):
+        return "this command needs torch, and there is none here: pip install torch"
+    from functionalize.util.user_stack import user_frames  # which imports torch
+
     text = str(error).strip()
     kind = type(error).__name__
     head = f"{kind}: {text}" if text else kind

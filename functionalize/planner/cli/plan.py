@@ -15,8 +15,15 @@ import functionalize as fz
 from functionalize.errors import PlanError, UsageError
 from functionalize.planner.cli.console import Out, error_text, fits, plain, table_of
 from functionalize.planner.cli.memory import brief
-from functionalize.planner.cli.recorded import DEFAULT_WORLD, Job, wants
-from functionalize.planner.cli.scripts import Script, as_usage, check_files, opened, writing
+from functionalize.planner.cli.recorded import Job, wants
+from functionalize.planner.cli.scripts import (
+    DEFAULT_WORLD,
+    Script,
+    as_usage,
+    check_files,
+    opened,
+    writing,
+)
 from functionalize.planner.pictures.chrome_trace import TraceRun, write_trace
 from functionalize.planner.report.rows import reached
 from functionalize.planner.sweep.points import points

@@ -22,7 +22,14 @@ from typing import Any
 import functionalize as fz
 from functionalize.errors import PlanError, UncapturableError, UsageError
 from functionalize.planner.cli.recorded_step import Recorded, Say, read_graph
-from functionalize.planner.cli.scripts import FunctionNames, Mesh, Script, as_usage, opened
+from functionalize.planner.cli.scripts import (
+    DEFAULT_WORLD,
+    FunctionNames,
+    Mesh,
+    Script,
+    as_usage,
+    opened,
+)
 from functionalize.planner.fake_world.target import Target
 from functionalize.planner.fake_world.world import World
 from functionalize.planner.sweep.plan import (
@@ -36,8 +43,6 @@ from functionalize.planner.sweep.summary import assumptions, short
 from functionalize.planner.time.communication import members_of
 from functionalize.step.captured_step import CapturedStep
 from functionalize.util.gc_pause import only_young_collections
-
-DEFAULT_WORLD = 8  # ranks: one node of most machines
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from functionalize.errors import FunctionalizeError, SaveError, UsageError
 from functionalize.planner.sweep.training import Training
 
 Mesh = dict[str, int] | tuple[int, ...]
+DEFAULT_WORLD = 8  # ranks: one node of most machines
 _PICTURES = (".png", ".svg", ".pdf")
 _DRAWN_BY = {**dict.fromkeys(_PICTURES, ("matplotlib", "plots")), ".html": ("plotly", "page")}
 _WORDS = {"true": True, "false": False, "none": None}

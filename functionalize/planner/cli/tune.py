@@ -15,8 +15,8 @@ from rich.console import Console
 import functionalize as fz
 from functionalize.errors import UsageError
 from functionalize.planner.cli.console import Out, plain
-from functionalize.planner.cli.recorded import DEFAULT_WORLD, Job
-from functionalize.planner.cli.scripts import as_usage, check_files, opened, writing
+from functionalize.planner.cli.recorded import Job
+from functionalize.planner.cli.scripts import DEFAULT_WORLD, as_usage, check_files, opened, writing
 from functionalize.planner.sweep.training import Training
 from functionalize.planner.tuning.tune import asked_for
 

@@ -22,6 +22,7 @@ from tests.planner.trace_format import checked, counters
 from tests.planner.tuning import training as offloaded
 
 __all__ = ["command"]
+ROOT = Path(__file__).parents[3]
 OFFLOADED = offloaded.__file__
 COMMANDS = ("capture", "show", "opt", "memory", "plan", "tune")
 
@@ -601,6 +602,34 @@ def test_the_version(command: Command) -> None:
     assert ran.code == 0 and ran.out.split() == [
         *("functionalize", f"{version('functionalize')},", "torch", version("torch"))
     ]
+
+
+WITHOUT_TORCH = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name="torch")
+sys.meta_path.insert(0, Missing())
+from functionalize.planner.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "text"),
+    [
+        (("--version",), 0, "functionalize"),
+        (("plan", "--help"), 0, "Example: functionalize plan"),
+        (("plan", "train.py"), 2, "this command needs torch, and there is none here"),
+        (("plan",), 2, "Missing argument"),
+    ],
+)
+def test_without_torch_there_is_help(args: tuple[str, ...], code: int, text: str) -> None:
+    """So it answers at once where there is torch, too, which takes seconds to import."""
+    command = [sys.executable, "-c", WITHOUT_TORCH, *args]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == code and text in " ".join((ran.stdout + ran.stderr).split()), ran
 
 
 def test_a_limit_by_the_name_of_a_machine(command: Command) -> None:
