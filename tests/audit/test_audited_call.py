@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import sqlite3
 import subprocess
@@ -566,3 +567,15 @@ def test_the_op_stream_is_made_when_a_run_is_compared_and_keeps_no_tensor_until_
         torch.ops.aten.addmm.default,
         torch.ops.aten.pow.Tensor_Scalar,
     ]
+
+
+def test_a_number_that_cannot_be_computed_is_no_difference() -> None:
+    """A replay of that call runs eagerly, and raises what the step raises."""
+    captured = fz.capture(lambda x, n: (x * 2, math.log(n)), audit=1)
+    for n in [1.0, 2.0, 3.0, 4.0, 0.5, -1.0, 0.0, 5.0, -2.0, 7.0]:
+        if n <= 0:
+            with pytest.raises(ValueError, match="math domain error"):
+                captured(batch(0), n)
+        else:
+            assert captured(batch(0), n)[1] == math.log(n)
+    assert captured.stats.audits >= 4 and not captured.stats.differences
