@@ -123,8 +123,8 @@ class AuditedCall:
             of_program = signature.moving or MovingPlaces(NO_PLACES)
             places = MovingState(of_program, recorder, of_program.objects())
             with hyperparameters as hyper, places as moving, recorder:
-                moving.result = observed(
-                    self.observer, lambda: moving.called(fn, args, kwargs, spec)
+                moving.take(
+                    observed(self.observer, lambda: moving.called(fn, args, kwargs, spec)), True
                 )
         except Exception as error:
             replace_escaped(recorder.scalar_log)

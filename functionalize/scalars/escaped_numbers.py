@@ -84,7 +84,10 @@ def without_live(log: ScalarLog | None, result: list[Any]) -> Any:
     result: a list of it alone, since another holder would keep what is replaced there.
     """
     replace_escaped(log)
-    return plain_tree(result[0])
+    try:
+        return plain_tree(result[0])
+    except RecursionError:  # it contains itself
+        return result[0]
 
 
 def _replace_by_plain(live: Sequence[Any]) -> None:

@@ -366,6 +366,7 @@ class MovingState:
         self.one_object: list[tuple[Any, Any]] = []
         self.fresh: set[int] = set()
         self._kept = kept
+        self._unopened: list[Any] = []  # the result, if it cannot be opened
         self._places, self._recorder = places, recorder
         self._drawing = Drawing(places.generators, recorder)
         self._floats = live_floats(places.floats, recorder.scalar_log)
@@ -445,6 +446,24 @@ class MovingState:
         live.clear()
         return fn(*args, **kwargs)
 
+    def take(self, result: Any, may_refuse: bool) -> None:
+        """Take the result of the step.
+
+        may_refuse: whether one that cannot be opened is refused, and given to the caller as it is: it contains itself.
+        """
+        try:
+            flatten_result(result)
+        except Exception as error:
+            if not may_refuse:
+                raise
+            what = (
+                "an object that contains itself" if type(error) is RecursionError else repr(error)
+            )
+            self.refusal = f"returns {what}, which a replay cannot make anew: return its tensors"
+            self._unopened.append(result)
+        else:
+            self.result = result
+
     def __exit__(self, *error: object) -> None:
         self._reads.__exit__()
         self._floats.__exit__(None, None, None)
@@ -461,7 +480,7 @@ class MovingState:
         self._elsewhere, self.fresh = held_elsewhere(
             chain(filter(is_bundle, contents(held)), self._results()), self._kept
         )
-        self.returned = self.result
+        self.returned = self._unopened.pop() if self._unopened else self.result
         if self._kept:
             self.result = marked(self.result, self._kept)
         now = self._objects = list(contents(held))
@@ -490,7 +509,7 @@ class MovingState:
                 left = with_plain(now[at], plain)
                 if left is not now[at]:
                     put(held[at], left)
-            if self.result is not self.returned:
+            if self.result is not self.returned and self.result is not None:
                 self.returned = with_plain(self.returned, plain)
 
     def _results(self) -> Iterator[Any]:

@@ -222,9 +222,11 @@ def record(
             _only_literals(recorder) if is_idle else recorder,
             entry.observed.reads.watching(),
         ):
-            moving.result = observed(
+            result = observed(
                 call.observer, lambda: moving.called(fn, call.args, call.kwargs, call.spec)
             )
+            moving.take(result, may_refuse=not hooks_run_outside)
+            del result
     except BaseException:
         replace_escaped(recorder.scalar_log)
         if rendezvous is not None:

@@ -29,6 +29,8 @@ _DYNAMIC = frozenset(
 )  # fmt: skip
 _ALL_GLOBALS = frozenset({"globals", "exec"})  # code that names them may read any
 _BY_CONSTANT = frozenset({"getattr", "hasattr", "setattr", "delattr"})
+# Methods that set an attribute whose name is a text: `object.__setattr__(self, "scale", 1.0)`.
+_SETTING = frozenset({"__setattr__", "__delattr__"})
 _GLOBAL_OPS = frozenset({"global", "name", "set_global", "del_global"})
 # Names for the operators that call generated methods of dataclasses; for `==` and `in` of what is no constant.
 EQUALITY, TEXT, OBJECTS = "==", "repr()", "== of objects"
@@ -164,6 +166,10 @@ def names_in(code: types.CodeType) -> CodeNames:
                 name = _constant_name(steps, step.at)
                 is_dynamic |= name is None
                 names.update(() if name is None else (name,))
+        if not _SETTING.isdisjoint(each.co_names) and each.co_name not in _SETTING:
+            texts = _texts_in(each.co_consts)
+            names |= texts
+            is_dynamic |= not texts
         if not _TEXT_NAMES.isdisjoint(each.co_names):
             names.add(TEXT)
         if not _COMPARING.isdisjoint(each.co_names):
@@ -172,6 +178,17 @@ def names_in(code: types.CodeType) -> CodeNames:
             if type(constant) is str:
                 names |= names_in_format(constant)
     return CodeNames(frozenset(names), is_dynamic)
+
+
+def _texts_in(constants: Iterable[Any]) -> set[str]:
+    """The texts among constants, and in tuples of these, that may be names of attributes."""
+    found: set[str] = set()
+    for each in constants:
+        if type(each) is tuple:
+            found |= _texts_in(each)
+        elif type(each) is str and each.isidentifier():
+            found.add(each)
+    return found
 
 
 def reads_any_global(code: types.CodeType) -> bool:

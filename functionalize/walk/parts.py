@@ -548,7 +548,8 @@ def _waiting(value: Any, names: NameFilter) -> Parts:
     is_moved = _ASKING_A_QUEUE.isdisjoint(names.names) and (
         size > 0 or _TAKING.isdisjoint(names.names)
     )
-    return Parts((type(value), size), held, is_loose=True, is_moved=is_moved)
+    is_opaque = is_a(value, queue.SimpleQueue) and size > 0  # its elements cannot be seen
+    return Parts((type(value), size), held, is_loose=True, is_moved=is_moved, is_opaque=is_opaque)
 
 
 # -- functions and classes -------------------------------------------------------------------------
