@@ -548,8 +548,9 @@ def _waiting(value: Any, names: NameFilter) -> Parts:
     is_moved = _ASKING_A_QUEUE.isdisjoint(names.names) and (
         size > 0 or _TAKING.isdisjoint(names.names)
     )
-    is_opaque = is_a(value, queue.SimpleQueue) and size > 0  # its elements cannot be seen
-    return Parts((type(value), size), held, is_loose=True, is_moved=is_moved, is_opaque=is_opaque)
+    # The elements of a simple one cannot be seen: another queue of that size may hold others.
+    itself = (Is(value),) if is_a(value, queue.SimpleQueue) else ()
+    return Parts((type(value), size, *itself), held, is_loose=True, is_moved=is_moved)
 
 
 # -- functions and classes -------------------------------------------------------------------------

@@ -339,7 +339,7 @@ class PythonState:
         if kind in PLAIN:  # -0.0 is not 0.0, True is not 1
             return self._note(visit, (kind, repr(value)))
         if is_live(value):  # of this recording, or left behind by one in an object of C code
-            return self._note(visit, ("object", kind, repr(left_behind(value))))
+            return self._note(visit, ("kind", kind, repr(left_behind(value))))
         # What is found elsewhere is compared there.
         seen = self.seen if visit.moving is None or id(value) in self.seen else self._seen_moving
         place = visit.place if self.live.values and issubclass(kind, Tensor) else None

@@ -98,7 +98,7 @@ def test_a_queue_whose_elements_cannot_be_seen() -> None:
         own.kept = made
         return x.sin()
 
-    with pytest.warns(fz.UncapturableWarning, match=r"own.kept` \(a SimpleQueue\)"):
+    with pytest.warns(fz.UncapturableWarning, match="own.kept"):
         for _ in range(8):
             step(torch.ones(2))
             found.append(own.kept.get())

@@ -1,0 +1,43 @@
+"""A captured forward that keeps a number in an object of C code, whose contents are a fact and no place."""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import functionalize as fz
+
+KEPT = {
+    "array of objects": lambda number: np.array([number, None], dtype=object),
+    "getter": operator.itemgetter,
+    "method": lambda number: types.MethodType(max, (number, 0)),
+}
+
+
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("backward", [True, False])
+def test_it_runs_eagerly(kept: str, backward: bool) -> None:
+    make: Callable[[Any], Any] = KEPT[kept]
+    own, model = types.SimpleNamespace(kept=None), nn.Linear(4, 2)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        own.kept = make(loss.item())
+        if not backward:
+            loss.backward()
+        return loss if backward else loss.detach()
+
+    captured = fz.capture(forward, backward=backward)
+    with pytest.warns(fz.UncapturableWarning, match=r"own.kept"):
+        for _ in range(8):
+            loss = captured(torch.ones(3, 4))
+            if backward:
+                loss.backward()
+    assert captured.stats.replays == 0
