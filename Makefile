@@ -6,6 +6,7 @@
 #   make test TORCH=2.15.0                another torch, in an environment of its own: .venv-2.15.0
 #   make newest PYTHON=python3.13         what CI runs on the newest torch and a newer Python
 #   make fuzz                             5,000 changed files, 2,000 random programs at random sizes
+#   make package                          both archives into dist/, checked; the wheel is imported where it alone is
 #   make test PYTHON=python3.13           another interpreter, in an environment of its own: .venv-python3.13
 
 DEFAULT := $(shell command -v python3.11 || command -v python3)
@@ -31,10 +32,13 @@ unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # A Python of a distribution may come without pip: then another one installs into its environment.
-PIP := if $(BIN)/python -c 'import pip' 2>/dev/null; then pip="$(BIN)/python -m pip"; \
-	else pip="python3 -m pip --python $(BIN)/python"; fi; $$pip
+pip_of = if $(1)/bin/python -c 'import pip' 2>/dev/null; then pip="$(1)/bin/python -m pip"; \
+	else pip="python3 -m pip --python $(1)/bin/python"; fi; $$pip
+PIP := $(call pip_of,$(VENV))
+# An environment that holds nothing yet.
+new_venv = $(PYTHON) -m venv --clear $(1) >/dev/null 2>&1 || $(PYTHON) -m venv --clear --without-pip $(1)
 
-.PHONY: demo test newest fuzz lint bench env clean
+.PHONY: demo test newest fuzz lint bench package env clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo $(ARGS)
@@ -73,6 +77,17 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.audit
 	$(BIN)/python -m benchmarks.plan
 	$(BIN)/python -m benchmarks.trace_backward
+
+# `build` makes the wheel from the source archive: a module that the wheel has, `passes` behind its link too, is in both.
+package: $(STAMP)
+	@$(PIP) install --quiet --editable '.[release]'
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+	@$(call new_venv,.venv-wheel)
+	@$(call pip_of,.venv-wheel) install --quiet torch==$(TORCH) dist/*.whl
+	.venv-wheel/bin/python -I -c 'import functionalize as fz, functionalize.passes; print(fz.__file__, *fz.passes.PIPELINES)'
 
 env: $(STAMP)
 

@@ -108,7 +108,9 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize("page", (*PAGES, ROOT / "CHANGELOG.md"), ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", (*PAGES, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"), ids=lambda page: page.name
+)
 def test_every_relative_link_leads_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", text):
