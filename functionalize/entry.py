@@ -94,6 +94,7 @@ def capture(
     and is compared with its program. With a number n one in n is compared in any case (True: 8; 1: all). With "auto"
     this begins at the second recorded size of a kind of call, and never with `memory`, `compile` or `backward`. False:
     each size has a program of its own. See `docs/capture/lengths.md`.
+
     Exceptions of the step propagate unchanged. Raises `ValueError` for an unknown mode, for `memory` with `backward`,
     and for `dynamic=True` or a number with `memory` or `compile`.
     """

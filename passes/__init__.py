@@ -1,7 +1,9 @@
 """Graph passes over programs, and over the graph modules of other compilers.
 
-program = passes.run(program, passes.parse("default"))
-gm = passes.elide_copies(gm, example_inputs)
+    program = passes.run(program, passes.parse("default"))
+    gm = passes.elide_copies(gm, example_inputs)
+
+`docs/passes.md` has what each does, before and after.
 """
 
 import sys

@@ -87,6 +87,7 @@ def plan(
     `alloc_conf` (the text of `PYTORCH_ALLOC_CONF`). Every other key is passed to the functions with a parameter of its
     name.
     progress: called with (points done, points, the next point).
+
     A step that cannot be captured has the memory that eager was recorded with, no time and no traffic, and a remark.
     A point that fails has an error in place of figures; if all fail, the first error is raised.
     Raises before anything is recorded: `PlanError` for a grid that does not fit the functions, and what
