@@ -7,6 +7,7 @@
 #   make newest PYTHON=python3.13         what CI runs on the newest torch and a newer Python
 #   make fuzz                             5,000 changed files, 2,000 random programs at random sizes
 #   make package                          both archives into dist/, checked; the wheel is imported where it alone is
+#   make site                             docs/ and the reference as HTML, in build/site; a broken link is an error
 #   make test PYTHON=python3.13           another interpreter, in an environment of its own: .venv-python3.13
 
 DEFAULT := $(shell command -v python3.11 || command -v python3)
@@ -38,7 +39,7 @@ PIP := $(call pip_of,$(VENV))
 # An environment that holds nothing yet.
 new_venv = $(PYTHON) -m venv --clear $(1) >/dev/null 2>&1 || $(PYTHON) -m venv --clear --without-pip $(1)
 
-.PHONY: demo test newest fuzz lint bench package env clean
+.PHONY: demo test newest fuzz lint bench package site env clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo $(ARGS)
@@ -88,6 +89,11 @@ package: $(STAMP)
 	@$(call new_venv,.venv-wheel)
 	@$(call pip_of,.venv-wheel) install --quiet torch==$(TORCH) dist/*.whl
 	.venv-wheel/bin/python -I -c 'import functionalize as fz, functionalize.passes; print(fz.__file__, *fz.passes.PIPELINES)'
+
+# The variable silences a note on the future of mkdocs, which is no warning of the build.
+site: $(STAMP)
+	@$(PIP) install --quiet --editable '.[site]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 env: $(STAMP)
 

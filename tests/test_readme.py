@@ -143,6 +143,13 @@ def test_the_page_about_use_is_short_and_leads_to_every_page_of_the_reference() 
     assert sorted(listed) == sorted(f"capture/{page.name}" for page in pages)
 
 
+def test_every_public_name_is_in_the_reference_of_the_site() -> None:
+    text = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    listed = re.findall(r"^::: functionalize\.(\w+)$", text, re.MULTILINE)
+    in_modules = {"errors", "passes"}  # listed as modules, with every name of theirs
+    assert sorted(listed) == sorted({*fz.__all__, *in_modules} - vars(errors).keys())
+
+
 def test_every_error_has_a_line_on_its_page() -> None:
     described = re.findall(
         r"^\| `(\w+)` \|", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE
