@@ -38,8 +38,8 @@ def test_it_runs_eagerly(kept: str, backward: bool) -> None:
     captured = fz.capture(forward, backward=backward)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fz.UncapturableWarning)
-        for _ in range(12):
-            loss = captured(torch.ones(3, 4))
+        for i in range(12):
+            loss = captured(torch.ones(3, 4) * i)
             if backward:
                 loss.backward()
     assert captured.stats.replays == 0
