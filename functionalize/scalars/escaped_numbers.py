@@ -17,6 +17,7 @@ import gc
 import types
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from functionalize.scalars.live_scalars import is_live, left_behind, plain_tree
 from functionalize.scalars.scalar_log import ScalarLog
-from functionalize.util.reading import table_of
+from functionalize.util.reading import is_a, table_of
 from functionalize.util.structure import are_leaves, attributes_of
 
 _MOST_NESTED = 8  # tuples, and other objects that cannot be changed
@@ -48,9 +49,9 @@ def _inside(leaves: Sequence[Any]) -> list[Any]:
         value, depth = pending.pop()
         if is_live(value):
             found.append(value)
-        elif depth <= _MOST_NESTED and id(value) not in seen and not isinstance(value, _NOT_OPENED):
+        elif depth <= _MOST_NESTED and id(value) not in seen and not is_a(value, _NOT_OPENED):
             seen.add(id(value))
-            is_function = isinstance(value, types.FunctionType)
+            is_function = is_a(value, types.FunctionType)
             held = _held_by(value) if is_function else gc.get_referents(value)
             pending += [(each, depth + 1) for each in held]
     return found
@@ -163,11 +164,12 @@ def _replace_in_object(holder: Any, wanted: dict[int, Any]) -> None:
         if id(value) in wanted and table is not None and name in table:
             table[name] = wanted[id(value)]
         elif id(value) in wanted:
-            object.__setattr__(holder, name, wanted[id(value)])
-    if isinstance(holder, types.FunctionType) and id(holder.__defaults__) in wanted:
+            with suppress(AttributeError, TypeError):  # no slot, but a property of that name
+                object.__setattr__(holder, name, wanted[id(value)])
+    if is_a(holder, types.FunctionType) and id(holder.__defaults__) in wanted:
         holder.__defaults__ = wanted[id(holder.__defaults__)]
-    elif isinstance(holder, BaseException) and id(holder.args) in wanted:
+    elif is_a(holder, BaseException) and id(holder.args) in wanted:
         holder.args = wanted[id(holder.args)]
-    elif isinstance(holder, functools.partial) and id(holder.args) in wanted:
+    elif is_a(holder, functools.partial) and id(holder.args) in wanted:
         state = holder.func, wanted[id(holder.args)], holder.keywords, table
-        holder.__setstate__(state)  # type: ignore[attr-defined]
+        functools.partial.__setstate__(holder, state)  # type: ignore[attr-defined]

@@ -95,7 +95,11 @@ class ForwardEnd:
         unsharded = {recorder.storages.ref(t).storage for t in plain}
         log, effects = recorder.scalar_log, recorder.python_effects
         plain_keys([value for _, value in effects])
-        exit = ExitState.now(entry, result, changed, effects)
+        try:
+            exit = ExitState.now(entry, result, changed, effects)
+        except Exception as error:  # the caller's loop goes on, with the result that eager has
+            changed = f"cannot be compared: a bug in functionalize: {type(error).__name__}: {error}"
+            exit = ExitState.now(entry, result, changed, effects)
         if exit.changed is None:
             entry.observed.leave_unread(entry.leaves)
         else:  # no program is made: the caller keeps no live number

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import functionalize as fz
+from functionalize.step.step_state import EntryState
 
 KEPT = {
     "array of objects": lambda number: np.array([number, None], dtype=object),
@@ -42,4 +43,20 @@ def test_it_runs_eagerly(kept: str, backward: bool) -> None:
             loss = captured(torch.ones(3, 4) * i)
             if backward:
                 loss.backward()
+    assert captured.stats.replays == 0
+
+
+def test_a_bug_of_a_comparison_is_no_error_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise TypeError("not comparable")
+
+    model = nn.Linear(4, 2)
+    captured = fz.capture(lambda x: model(x).square().mean(), backward=True)
+    monkeypatch.setattr(EntryState, "changed", fail)
+    with pytest.warns(
+        fz.UncapturableWarning, match="a bug in functionalize: TypeError: not compar"
+    ):
+        for i in range(12):
+            captured(torch.ones(3, 4) * i).backward()
+            assert model.weight.grad is not None
     assert captured.stats.replays == 0
