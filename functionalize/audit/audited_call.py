@@ -64,12 +64,16 @@ class AuditedCall:
     """A call that is about to run, and afterwards its verdict; None: the audit itself has failed.
 
     also: asked where nothing else differs. watches: whether a profile function then sees the effects of the step, too.
-    expected: what the program would have computed; None: its results are not compared.
+    expected: what the program would have computed; None: its results are not compared. raised: what its graph raised.
     observer: active while the step runs.
     """
 
     def __init__(
-        self, signature: Signature | None, call: Call, expected: ExpectedResults | None = None
+        self,
+        signature: Signature | None,
+        call: Call,
+        expected: ExpectedResults | None = None,
+        raised: str | None = None,
     ) -> None:
         self.verdict: AuditVerdict | None = None
         self.also: Also | None = None
@@ -77,7 +81,7 @@ class AuditedCall:
         self.observer: Observer | None = None
         self._before: list[weakref.ref[Tensor] | None] = []
         self.expected = expected
-        self.raised: Exception | None = None  # by the program's graph
+        self._raised = raised
         self._signature, self._call = signature, call
 
     @staticmethod
@@ -96,11 +100,9 @@ class AuditedCall:
                 raise
             except Exception as error:  # eager will raise, too, or the op streams will differ
                 AUDITS.info("an audit compares no results, since the graph fails: %s", error)
-                raised = error.with_traceback(None)  # whose frames would keep the inputs
+                raised = repr(error)  # the error itself would keep the inputs
         call.inputs.clear()  # the step must be able to free them
-        made = AuditedCall(signature, Call(call.leaves, []), expected)
-        made.raised = raised
-        return made
+        return AuditedCall(signature, Call(call.leaves, []), expected, raised)
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any, spec: pytree.TreeSpec) -> Any:
         """The result of the step. spec: the structure of the arguments."""
@@ -129,7 +131,7 @@ class AuditedCall:
         except Exception as error:
             replace_escaped(recorder.scalar_log)
             failure = error
-            if repr(failure) == repr(self.raised):  # a replay runs eagerly then, and raises it
+            if repr(failure) == self._raised:  # a replay runs eagerly then, and raises it
                 self.verdict = AuditVerdict()
             else:
                 self._judge(lambda: comparison.verdict_of_failed(failure))

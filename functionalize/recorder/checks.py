@@ -414,13 +414,16 @@ class Checks:
         """
         if self._moved():
             thread = other_thread()
-            self.note(
-                f"a random generator moves while the step is recorded, {where()}, and {thread} runs beside it: let "
-                "it draw from a `torch.Generator` of its own"
-                if thread is not None
-                else f"a random generator is set inside the step, {where()}, by something else than "
-                "torch.manual_seed, torch.set_rng_state or torch.random.fork_rng: use these"
-            )
+            if thread is not None:
+                self.note(
+                    f"a random generator moves while the step is recorded, {where()}, and {thread} runs beside it: "
+                    "let it draw from a `torch.Generator` of its own"
+                )
+            else:
+                self.note(
+                    f"a random generator is set inside the step, {where()}, by something else than "
+                    "torch.manual_seed, torch.set_rng_state or torch.random.fork_rng: use these"
+                )
         self._drawn = generator_states()
 
     def _moved(self) -> bool:

@@ -182,9 +182,8 @@ class CapturedStep(Generic[P, R]):
         self._patience, self._disturbed = PATIENCE, 0  # how many recordings others have disturbed
         self._reads_no_clock = False  # whether such a recording was watched, and read no clock
         self._has_warned_of_thread = False
-        self._leaves_numbers = (
-            False  # whether recorded calls changed what Python holds, where threads may read
-        )
+        # Whether recorded calls changed what Python holds, where threads may read.
+        self._leaves_numbers = False
         self._numbers = VaryingArguments()
         self._logs_plans = PLANS.isEnabledFor(logging.DEBUG)
         # Not a forward, which goes on in its backward; nor what the user asks for at any cost.

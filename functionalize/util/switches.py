@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Literal
 
-_MODES = ("off", "audit")
 PLANS = logging.getLogger("functionalize.plans")  # what each call does, and why
 MISSES = logging.getLogger("functionalize.misses")  # guards that did not hold, recordings not kept
 REFUSALS = logging.getLogger("functionalize.refusals")  # what cannot be captured, or not saved
@@ -23,12 +21,12 @@ SIZES = logging.getLogger("functionalize.sizes")  # programs of other sizes, pre
 LOGS = {each.name.rpartition(".")[2]: each for each in (PLANS, MISSES, REFUSALS, AUDITS, SIZES)}
 
 
-def mode(environment: os._Environ[str] = os.environ) -> Literal["", "off", "audit"]:
-    """The value of `FUNCTIONALIZE`; empty if it is not set."""
-    found = environment.get("FUNCTIONALIZE", "")
-    if found and found not in _MODES:
+def mode() -> str:
+    """The value of `FUNCTIONALIZE`: "off", "audit", or empty if it is not set."""
+    found = os.environ.get("FUNCTIONALIZE", "")
+    if found not in ("", "off", "audit"):
         raise ValueError(f"FUNCTIONALIZE is 'off' or 'audit', not {found!r}")
-    return found  # type: ignore[return-value]
+    return found
 
 
 class _Ranked(logging.Formatter):

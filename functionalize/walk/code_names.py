@@ -29,8 +29,8 @@ _DYNAMIC = frozenset(
 )  # fmt: skip
 _ALL_GLOBALS = frozenset({"globals", "exec"})  # code that names them may read any
 _BY_CONSTANT = frozenset({"getattr", "hasattr", "setattr", "delattr"})
-# Methods that set an attribute whose name is a text: `object.__setattr__(self, "scale", 1.0)`.
-_SETTING = frozenset({"__setattr__", "__delattr__"})
+# Which argument names the attribute: `object.__setattr__(self, "scale", 1.0)`, `super().__setattr__("scale", 1.0)`.
+_NAMING = {**dict.fromkeys(_BY_CONSTANT, 1), "__setattr__": -2, "__delattr__": -1}
 _GLOBAL_OPS = frozenset({"global", "name", "set_global", "del_global"})
 # Names for the operators that call generated methods of dataclasses; for `==` and `in` of what is no constant.
 EQUALITY, TEXT, OBJECTS = "==", "repr()", "== of objects"
@@ -162,14 +162,12 @@ def names_in(code: types.CodeType) -> CodeNames:
                     names.add(OBJECTS)
             elif step.op == "format":
                 names.add(TEXT)
-            elif step.value in _BY_CONSTANT and step.op != "constant":
-                name = _constant_name(steps, step.at)
+            elif step.op != "constant" and step.value in _NAMING:
+                if step.value == each.co_name:
+                    continue  # a method of that name passes on what its caller has named
+                name = _constant_name(steps, step)
                 is_dynamic |= name is None
                 names.update(() if name is None else (name,))
-        if not _SETTING.isdisjoint(each.co_names) and each.co_name not in _SETTING:
-            texts = _texts_in(each.co_consts)
-            names |= texts
-            is_dynamic |= not texts
         if not _TEXT_NAMES.isdisjoint(each.co_names):
             names.add(TEXT)
         if not _COMPARING.isdisjoint(each.co_names):
@@ -178,17 +176,6 @@ def names_in(code: types.CodeType) -> CodeNames:
             if type(constant) is str:
                 names |= names_in_format(constant)
     return CodeNames(frozenset(names), is_dynamic)
-
-
-def _texts_in(constants: Iterable[Any]) -> set[str]:
-    """The texts among constants, and in tuples of these, that may be names of attributes."""
-    found: set[str] = set()
-    for each in constants:
-        if type(each) is tuple:
-            found |= _texts_in(each)
-        elif type(each) is str and each.isidentifier():
-            found.add(each)
-    return found
 
 
 def reads_any_global(code: types.CodeType) -> bool:
@@ -213,24 +200,26 @@ def _is_call_of_nothing(step: Step) -> bool:
     return step.op == "call" and step.number == 0
 
 
-def _constant_name(steps: Sequence[Step], at: int) -> str | None:
-    """The constant second argument of a call of `getattr`, which step `at` loads; None: it may be any."""
-    if steps[at].op != "name" and (steps[at].op, steps[at].number) != ("global", 1):
+def _constant_name(steps: Sequence[Step], load: Step) -> str | None:
+    """The constant argument that names the attribute in a call of what a step loads; None: it may be any."""
+    is_loaded = load.op == "name" or (load.op, load.number) == ("global", 1)
+    if load.value in _BY_CONSTANT and not is_loaded:
         return None
-    depth, second = 0, None  # depth: how many arguments are on the stack
-    for each in steps[at + 1 :]:
-        if each.op == "null" and each.at == at + 1:
+    texts: list[str | None] = []  # of the arguments on the stack
+    for each in steps[load.at + 1 :]:
+        if each.op == "null" and each.at == load.at + 1:
             continue
         if each.op in ENDS or each.op == "call_unpacked":
             return None
-        if each.op == "call" and depth == each.number:
-            return second if depth in (2, 3) else None
-        before, depth = depth, depth + each.effect
-        if (before, depth) == (1, 2):
+        if each.op == "call" and len(texts) == each.number:
+            return texts[_NAMING[load.value]] if len(texts) in (2, 3) else None
+        depth = len(texts) + each.effect
+        if depth < 0:
+            return None
+        del texts[max(depth - 1, 0) :]  # what is on top now is another expression, or was changed
+        if depth > len(texts):
             is_text = each.op == "constant" and isinstance(each.value, str)
-            second = each.value if is_text else None
-        elif depth < 3 and before >= 2:  # the second argument is an expression
-            second = None
+            texts += [None] * (depth - len(texts) - 1) + [each.value if is_text else None]
     return None
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import functionalize as fz
+from functionalize.walk.code_names import names_in
 
 
 class Frozen:
@@ -85,6 +86,33 @@ def trained(wrap: Callable[[Any], Any], leave: Callable[[Any, Any], Any]) -> lis
 )
 def test_attributes_that_are_set_by_their_text(leave: Callable[[Any, Any], Any]) -> None:
     assert trained(partial(fz.capture, audit=False), leave) == trained(lambda fn: fn, leave)
+
+
+def _by_data(self: Any, values: Any, mode: str = "train") -> None:
+    for name, value in values.items():
+        object.__setattr__(self, name, value)
+
+
+def _by_text(self: Any, value: Any) -> None:
+    object.__setattr__(self, "scale", value + 1)
+    self.__setattr__("shift", [value])
+    getattr(self, "read", 0)
+
+
+def _passing_on() -> Any:
+    class Checked:
+        def __setattr__(self, name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+    return Checked.__setattr__
+
+
+def test_the_argument_that_names_an_attribute() -> None:
+    """Another text beside a name that is data, such as a default, does not make it known."""
+    assert names_in(_by_data.__code__).is_dynamic
+    found = names_in(_by_text.__code__)
+    assert {"scale", "shift", "read"} <= found.names and not found.is_dynamic
+    assert not names_in(_passing_on().__code__).is_dynamic
 
 
 def test_a_queue_whose_elements_cannot_be_seen() -> None:
