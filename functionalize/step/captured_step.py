@@ -120,7 +120,15 @@ from functionalize.step.stages import (
 )
 from functionalize.step.stats import ProgramCounts
 from functionalize.step.step_file import SavedStep, load_step, save_step
-from functionalize.step.vote import CHOSE, DIFFER, RARE, Level, RankVote, VoteAfterGraph
+from functionalize.step.vote import (
+    CHOSE,
+    DIFFER,
+    RARE,
+    Level,
+    RankVote,
+    ReaderNotes,
+    VoteAfterGraph,
+)
 from functionalize.templates.call_keys import open_key
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.other_threads import reading_thread
@@ -182,6 +190,7 @@ class CapturedStep(Generic[P, R]):
         self._patience, self._disturbed = PATIENCE, 0  # how many recordings others have disturbed
         self._reads_no_clock = False  # whether such a recording was watched, and read no clock
         self._has_warned_of_thread = False
+        self._reader_notes = ReaderNotes(core.name)
         # Whether recorded calls changed what Python holds, where threads may read.
         self._leaves_numbers = False
         self._numbers = VaryingArguments()
@@ -540,11 +549,12 @@ class CapturedStep(Generic[P, R]):
             return Eager(WAITS, waits=True)
         if cached.prediction is None and not self._is_due(cached):
             return Replay(*found)
-        if not self._is_read_elsewhere():
+        if self.core.vote is not None or self._reader() is None:  # ranks that vote ask together
             return Audit(*found) if cached.prediction is None else Compare(*found)
         # One that was predicted is compared before it is replayed. Else every call would be due, and run eagerly, as
         # long as that thread runs.
-        return Replay(*found) if cached.prediction is None else Eager(_READ)
+        eager = self._eager_beside_reader()
+        return Replay(*found) if cached.prediction is None else eager
 
     def _is_due(self, cached: CachedProgram) -> bool:
         """Whether the next call of this program is audited."""
@@ -608,8 +618,12 @@ class CapturedStep(Generic[P, R]):
         if self._disturbed >= MOST_DISTURBED:
             TURNS.end_innermost()
             return Eager(_DISTURBED)
-        if self._has_live_numbers and self._is_read_elsewhere():
-            return Eager(_READ)
+        if self.core.vote is None and self._has_live_numbers:
+            if self._reader() is not None:
+                self._reader_notes.write()
+                return self._eager_beside_reader()
+            if self._reader_notes.are_there():
+                return Eager(_READ)
         return Record(why)
 
     def _why_not_recorded(self, key: Hashable, why: str) -> str | None:
@@ -660,8 +674,11 @@ class CapturedStep(Generic[P, R]):
             is_due=isinstance(plan, (Audit, Compare)),
             is_rare=isinstance(plan, Eager) and not plan.is_vain,
             is_vain=isinstance(plan, Eager) and plan.is_vain,
+            is_read=self._reader() is not None,
         )
         self._votes_again, self._tries_once, core.after = worst is Level.READS, False, None
+        if worst is Level.READ:
+            return self._eager_beside_reader()
         if worst in (Level.RARE, Level.VAIN):
             if worst is Level.VAIN and not core.cache.is_hurried:
                 core.policy.rest.is_in_vain()
@@ -727,8 +744,11 @@ class CapturedStep(Generic[P, R]):
             found = (plan.cached, resolved) if isinstance(resolved, Call) else None
         else:
             found = cache.further(call.leaves, call.spec)
-        worst = core.vote.before_replay(found[0] if found is not None else None)
+        mine, is_read = found[0] if found is not None else None, self._reader() is not None
+        worst = core.vote.before_replay(mine, is_read=is_read)
         self._votes_again, self._tries_once = worst is Level.READS, True
+        if worst is Level.READ:
+            return self._eager_beside_reader()
         if found is not None and worst in (Level.KEPT, Level.READS):
             return Replay(*found)
         if worst is Level.DIFFERENT:
@@ -829,6 +849,8 @@ class CapturedStep(Generic[P, R]):
             return not is_second and (failure is None or core.cache.has_other(Miss.of(failure)))
 
         def may_record(failure: str | None) -> bool:
+            if self._reader() is not None:
+                return False
             if failure is None:  # only another rank may have missed: nothing is counted here
                 return core.policy.can_record
             return core.may_record(key, Miss.of(failure))
@@ -886,24 +908,26 @@ class CapturedStep(Generic[P, R]):
                 f"{self.core.name} runs eagerly where a captured step in another thread runs and waits inside"
             )
 
-    def _is_read_elsewhere(self) -> bool:
-        """Whether another thread may read the live numbers of a recording or an audit, so that there is none.
+    def _reader(self) -> str | None:
+        """The thread that may read the live numbers of a recording or an audit, so that there is none.
 
-        Numbers that the step only computes with are in none of the objects that a thread can reach. Not asked among
-        ranks, which must all do the same.
+        Numbers that the step only computes with are in none of the objects that a thread can reach. Ranks without a
+        vote need not agree: another one that records meanwhile keeps no program that relies on numbers.
         """
         holds_numbers = self._leaves_numbers or self._varying.found or self.core.varying
-        if not holds_numbers or self.core.vote is not None or has_ranks():
-            return False
-        thread = reading_thread(TURNS.threads)
-        if thread is not None and not self._has_warned_of_thread:
+        return reading_thread(TURNS.threads) if holds_numbers else None
+
+    def _eager_beside_reader(self) -> Eager:
+        """The plan where a thread, here or on another rank, may read numbers; warns where it is here."""
+        thread = None if self._has_warned_of_thread else self._reader()
+        if thread is not None:
             self._has_warned_of_thread = True
             warn_uncapturable(
                 f"{self.core.name} runs eagerly where it would be recorded, and is not audited, while {thread} may "
                 "read the numbers that it changes: let that thread wait for them by `queue.get()`, and the thread of "
                 "the step put them there"
             )
-        return thread is not None
+        return Eager(_READ)
 
     # -- record, judge, build, agree, keep -------------------------------------------------------
 
@@ -1139,7 +1163,7 @@ class CapturedStep(Generic[P, R]):
             TURNS.end_innermost()
             return self._run_eagerly(args, kwargs)
         # The other ranks wait for this vote. Then they record, and vote again, or all ranks run eagerly.
-        if self.core.vote.before_replay(None) is Level.RARE:
+        if self.core.vote.before_replay(None).runs_eagerly:
             return self._run_eagerly(args, kwargs)
         return self._run_unrecorded(error, args, kwargs)
 

@@ -94,6 +94,7 @@ class Level(enum.IntEnum):
     AUDITED: such a program is due for an audit, in which all ranks run eagerly.
     DIFFERENT: all ranks have such a program, but their programs issue different collectives.
     NOT_YET: the rank warms up, or a guard failed.
+    READ: a thread of the user's on some rank may read the numbers of a recording; all ranks run eagerly.
     RARE: calls of this kind came too seldom on the rank to be recorded; all ranks run eagerly.
     VAIN: its programs miss the call, and none like it is worth a recording; all ranks run eagerly.
     REFUSED: the rank cannot capture the step.
@@ -104,9 +105,15 @@ class Level(enum.IntEnum):
     AUDITED = 2
     DIFFERENT = 3
     NOT_YET = 4
-    RARE = 5
-    VAIN = 6
-    REFUSED = 7
+    READ = 5
+    RARE = 6
+    VAIN = 7
+    REFUSED = 8
+
+    @property
+    def runs_eagerly(self) -> bool:
+        """Whether all ranks run the call eagerly, with no vote after it."""
+        return self in (Level.READ, Level.RARE, Level.VAIN)
 
 
 class Votable(Protocol):
@@ -114,6 +121,7 @@ class Votable(Protocol):
 
     program: Any
     fingerprints: Fingerprints
+    prediction: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,31 +188,41 @@ class RankVote:
         is_due: bool = False,
         is_rare: bool = False,
         is_vain: bool = False,
+        is_read: bool = False,
     ) -> Level:
         """The decision of all ranks on this call. found: this rank's program; None: it has none.
 
         is_due: whether this rank's program is due for an audit. is_rare, is_vain: whether this rank would not record
-        the call.
+        the call. is_read: whether it can neither record nor audit, as a thread may read the numbers.
         `KEPT`, `READS`: replay. `AUDITED`: audit. `NOT_YET`: record. `DIFFERENT`: every rank has a program, but they
-        issue different collectives. `DIFFERENT`, `RARE`, `VAIN`: run eagerly.
+        issue different collectives. `DIFFERENT`, `READ`, `RARE`, `VAIN`: run eagerly.
         """
+        mine: Level
+        unread: Level
         if found is None:
             mine = Level.VAIN if is_vain else Level.RARE if is_rare else Level.NOT_YET
-        elif is_due:
-            mine = Level.AUDITED
+            unread = Level.READ if mine is Level.NOT_YET else mine
         else:  # ranks that compare no collectives always vote again
             mine = Level.READS if found.program.value_guards or not self.compares else Level.KEPT
-        if not self.compares:
-            return self.worst(mine)
+            # One that was predicted is compared before it is replayed.
+            unread = Level.READ if is_due and found.prediction is not None else mine
+            mine = Level.AUDITED if is_due else mine
+        votes = [int(mine), int(unread), int(is_read)]
         for name in self.groups:
             # The maximum of -f is -min(f): the fingerprints f of all ranks are equal if max(f) == min(f).
-            sent = found.fingerprints.get(name, 0) if found is not None else 0
-            flag = torch.tensor([int(mine), sent, -sent], device=self.device)
+            sent = found.fingerprints.get(name, 0) if found is not None and self.compares else 0
+            flag = torch.tensor([*votes, sent, -sent], device=self.device)
             _all_reduce_max(flag, name)
-            level, high, low = flag.tolist()
-            mine = Level(max(level, Level.DIFFERENT if high != -low else Level.KEPT))
+            *votes, high, low = flag.tolist()
+            if high != -low:
+                votes[:2] = [max(vote, Level.DIFFERENT) for vote in votes[:2]]
         # A second round over the earlier groups, whose ranks do not have the result of a later group yet.
-        return replace(self, groups=self.groups[:-1]).worst(mine)
+        for name in self.groups[:-1]:
+            flag = torch.tensor(votes, device=self.device)
+            _all_reduce_max(flag, name)
+            votes = flag.tolist()
+        _, _, some_is_read = votes
+        return Level(votes[1] if some_is_read else votes[0])
 
 
 class VoteAfterGraph:
@@ -368,3 +386,39 @@ class Rendezvous:
                 if is_whole:
                     said |= room.wait([*words, _ABSENT])
         return None if _ABSENT in said else said
+
+
+class ReaderNotes:
+    """Says to ranks that do not vote yet that a call is not recorded here, as a thread may read its numbers.
+
+    Without the note they would record alone, again and again, and be at rest when that thread has ended. A note is not
+    waited for: it holds for the call in which it is written and the next one, by the number of collectives issued.
+    """
+
+    def __init__(self, step: str) -> None:
+        self._step = step
+        self._before: dict[str, int] = {}
+
+    def write(self) -> None:
+        """A thread may read the numbers of this call on this rank."""
+        for name, store, number in self._groups():
+            store.set(self._key(name), str(number))
+
+    def are_there(self) -> bool:
+        """Whether a rank has written one for this call or for the one before, in which this was asked, too."""
+        found = False
+        for name, store, number in self._groups():
+            before, self._before[name] = self._before.get(name, number), number
+            if store.check([self._key(name)]):
+                found |= int(store.get(self._key(name))) >= before
+        return found
+
+    def _groups(self) -> Iterator[tuple[str, Any, int]]:
+        """The name of each group of several ranks, its store, how many collectives it has issued."""
+        for group in process_groups():
+            store = store_of_group(group)
+            if store is not None and group.size() > 1:
+                yield str(group.group_name), store, sequence_number(group)
+
+    def _key(self, group: str) -> str:
+        return f"functionalize/{self._step}/read/{group}"

@@ -11,17 +11,20 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
 from functionalize.errors import UncapturableError
 from functionalize.scalars.live_scalars import as_live
 from functionalize.scalars.scalar_log import ScalarLog
 from functionalize.util import turns
+from tests.ranks import run_on_ranks
 
 BATCHES = [torch.randn(4, 6, generator=torch.Generator().manual_seed(i)) for i in range(24)]
 
@@ -280,6 +283,49 @@ def test_a_thread_that_begins_later_delays_audits_and_no_replay():
     for x in BATCHES:
         assert torch.equal(step(x), eager.step(x))
     assert step.stats.audits > audits and trainer.ema == eager.ema
+
+
+class ShardedTrainer(Trainer):
+    """branches: whether the step decides by a number, about which ranks that replay vote."""
+
+    def __init__(self, branches):
+        super().__init__()
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-2)
+        self.branches = branches
+
+    def step(self, x):
+        loss = super().step(x)
+        return loss * 2 if self.branches and self.ema > 0.3 else loss
+
+
+def beside_a_thread_of_one_rank(branches, begin, end):
+    """Of one rank: the types that the thread read, and which calls ran eagerly, before and after its end."""
+    eager, trainer, kinds = ShardedTrainer(branches), ShardedTrainer(branches), set()
+    step, stack, ran = fz.capture(trainer.step, audit=4), ExitStack(), []
+    for at, x in enumerate([*BATCHES, *BATCHES]):
+        if at == begin and dist.get_rank() == 1:
+            stack.enter_context(beating(lambda: kinds.update(map(type, (trainer.n, trainer.ema)))))
+        if at == end:
+            stack.close()
+        before = step.stats.eager
+        assert torch.equal(step(x), eager.step(x))
+        assert (trainer.n, trainer.ema) == (eager.n, eager.ema)
+        ran.append(step.stats.eager - before)
+    return kinds, sum(ran[begin:end]), sum(ran[end + 1 :]), step.stats.audits
+
+
+@pytest.mark.parametrize("branches", [False, True])
+@pytest.mark.parametrize(("begin", "end"), [(0, 12), (3, 12), (12, 30)])
+def test_a_thread_that_reads_numbers_on_one_rank(branches, begin, end):
+    """Before there are programs, all ranks wait for its end; then they go on, without audits while it runs."""
+    for rank, found in enumerate(
+        run_on_ranks(beside_a_thread_of_one_rank, branches, begin, end, world=2)
+    ):
+        kinds, beside, after, audits = found
+        assert kinds == ({int, float} if rank == 1 else set())
+        assert beside >= 10 if begin == 0 else beside == 0, found
+        assert after == 0 and audits >= 4, found
 
 
 def test_a_thread_that_waits_for_numbers_is_no_reader():
