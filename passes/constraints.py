@@ -4,7 +4,8 @@
     chains of memory      where ops write, everything on that memory, and the waits of collectives that read it
     wall                  the `commit`: no node passes it
 
-Waits are no effects: they may pass each other. `cost/decide/ordering.py` combines these with data dependencies.
+Waits of collectives are no effects: they may pass each other. `cost/decide/ordering.py` combines these with data
+dependencies.
 Invariant: an order with these constraints computes the same bits as that of the graph. Linear in nodes and edges.
 """
 
@@ -27,6 +28,7 @@ from functionalize.ir.barrier import BARRIER
 from functionalize.ir.commit import is_commit
 from functionalize.ir.generators import is_random
 from functionalize.ir.phases import FORWARD, in_backward, phase_of
+from functionalize.ir.waits import is_wait_of_message
 
 
 def constraints_of(live: Liveness, apart: Collection[fx.Node] = ()) -> Constraints:
@@ -58,7 +60,8 @@ def backwards(live: Liveness) -> list[range]:
 def effects_of(live: Liveness) -> list[fx.Node]:
     """The nodes that must stay in order with one another, wherever their values are used.
 
-    A wait need not, nor an op that writes memory of the graph alone: it stays in order with all on that memory.
+    A wait need not, but that of a message (`ir/point_to_point.py`), nor an op that writes memory of the graph alone: it
+    stays in order with all on that memory.
     """
     known: dict[Any, bool] = {}
 
@@ -71,7 +74,7 @@ def effects_of(live: Liveness) -> list[fx.Node]:
 
     def is_effect(node: fx.Node) -> bool:
         if node.op != "call_function" or is_wait(node):
-            return False
+            return is_wait_of_message(node)
         written = written_nodes(node)
         is_of_torch = getattr(node.target, "namespace", "") == "aten" and not is_random(node)
         if written and is_of_torch and all(live.of[target] for _, target in written):

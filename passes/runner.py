@@ -18,6 +18,7 @@ from torch import fx
 
 from functionalize.errors import InvariantError, PassError, VerifyError
 from functionalize.ir.generators import GET_STATE, is_random
+from functionalize.ir.point_to_point import is_message
 from functionalize.passes.base import Pass
 from functionalize.passes.pipeline import parse
 from functionalize.passes.verify import check
@@ -63,6 +64,13 @@ def _applied(program: Program, passes: Sequence[Pass], checks: bool) -> Program:
     new = program.copy()
     order = _Order(new.graph)
     for i, each in enumerate(passes):
+        if each.changes_collectives and any(is_message(n.target) for n in new.graph.nodes):
+            # Ranks that exchange messages have other programs: none knows what the other ones wait for.
+            new.history = (
+                *new.history,
+                f"{each}: left out, as messages between two ranks are sent",
+            )
+            continue
         count = each.apply(new)
         if count:
             new.stage = each.produces or new.stage

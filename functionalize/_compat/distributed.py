@@ -85,6 +85,27 @@ def start_premul_sum(
     c10d._register_work(out, work)
 
 
+def start_send(token: torch.Tensor, sent: torch.Tensor, dst: int, tag: int, name: str) -> None:
+    """Start to send a tensor to a rank of a group; `_c10d_functional.wait_tensor(token)` waits for it."""
+    from torch._C import _distributed_c10d as c10d
+
+    c10d._register_work(token, group_of_name(name).send([sent], dst, tag))
+
+
+def start_receive(out: torch.Tensor, src: int, tag: int, name: str) -> None:
+    """Start to receive `out` from a rank of a group; `_c10d_functional.wait_tensor(out)` waits for it."""
+    from torch._C import _distributed_c10d as c10d
+
+    c10d._register_work(out, group_of_name(name).recv([out], src, tag))
+
+
+def work_of(boxed: Any) -> Any:
+    """The object of Python that the callers of a collective get, from that which the dispatcher returns."""
+    from torch._C._distributed_c10d import Work
+
+    return Work.unbox(boxed)
+
+
 def work_class() -> type | None:
     """The class whose `wait` completes a collective; None in a build without distributed."""
     try:

@@ -25,6 +25,8 @@ _KINDS = (
     ("shard_dim_alltoall", ALL_TO_ALL),
     ("broadcast", BROADCAST),
     ("barrier", BARRIER),
+    ("send_message", "send"),
+    ("receive_message", "receive"),
 )
 
 

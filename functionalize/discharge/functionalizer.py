@@ -62,11 +62,13 @@ class Functionalizer:
 
     emit: makes values, as graph nodes or as tensors.
     storages: the records of all storages seen so far, by serial.
+    sends: per message that is sent, the token with which it is waited for; None: it has been.
     """
 
     def __init__(self, emit: Emitter) -> None:
         self.emit = emit
         self.storages: dict[int, FunctionalStorage] = {}
+        self.sends: list[Value] = []
         # By the address of the op, since hashing one calls Python; with the op, which keeps the address its own.
         self._handlers: dict[int, tuple[Callable[[Functionalizer, OpRecord], Any], Any]] = {}
 

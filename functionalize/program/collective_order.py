@@ -4,7 +4,8 @@
 
 Ranks of one group must issue the same collectives in the same order, or they deadlock. A text contains only what is
 equal on all ranks: sizes where the op requires equal ones (the splits of an all-to-all differ), the reduction, the
-number of ranks; not the group's name, which each rank numbers by itself.
+number of ranks; not the group's name, which each rank numbers by itself. Messages between two ranks are compared on
+one rank alone.
 Invariant: the texts depend on the collectives alone, not on the rest of the graph. Linear in the nodes.
 """
 
@@ -20,6 +21,7 @@ from torch import fx
 
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.ops import OpRecord, refs_in
+from functionalize.ir.point_to_point import is_message
 from functionalize.program.metadata import tensors_of
 from functionalize.util.process_groups import group_name, is_group, is_reduction, reduction_text
 
@@ -34,11 +36,14 @@ _SAME_SIZES = (
 )
 
 
-def sequences(graph: fx.Graph) -> dict[str, Texts]:
-    """The texts of a graph's collectives by group; every node needs its `val`."""
+def sequences(graph: fx.Graph, messages: bool = True) -> dict[str, Texts]:
+    """The texts of a graph's collectives by group; every node needs its `val`.
+
+    messages: also of those between two ranks, which a rank has in an order of its own.
+    """
     found: dict[str, list[str]] = {}
     for node in graph.nodes:
-        if node.op != "call_function":
+        if node.op != "call_function" or (not messages and is_message(node.target)):
             continue
         names = _names_of_groups(node.target)
         if names is None:
@@ -54,6 +59,8 @@ def recorded_sequences(records: Iterable[OpRecord]) -> dict[str, Texts]:
     """The texts of an op stream's collectives by group, from the recorded ops."""
     found: dict[str, list[str]] = {}
     for record in records:
+        if is_message(record.target):
+            continue
         for group in groups_of(record.target, record.args):
             looks = [(ref.geometry.size, ref.geometry.dtype) for ref in refs_in(record.args)]
             found.setdefault(group, []).append(_text(record.target, looks, record.args))
@@ -62,7 +69,7 @@ def recorded_sequences(records: Iterable[OpRecord]) -> dict[str, Texts]:
 
 def fingerprints(graph: fx.Graph) -> dict[str, int]:
     """A 56-bit number per group: equal if the collectives are equal."""
-    return {group: _fingerprint(texts) for group, texts in sequences(graph).items()}
+    return {group: _fingerprint(texts) for group, texts in sequences(graph, messages=False).items()}
 
 
 def _fingerprint(texts: Sequence[str]) -> int:
@@ -94,7 +101,8 @@ def _text(
     name = str(target).split(".")[1]
     sized = name.startswith(_SAME_SIZES)
     tensors = [f"{str(dtype)[6:]}{list(size) if sized else ''}" for size, dtype in looks]
-    return f"{name}({', '.join([*tensors, *_reductions(args)])})"
+    ends = [str(a) for a in args if type(a) is int] if is_message(target) else []
+    return f"{name}({', '.join([*tensors, *ends, *_reductions(args)])})"
 
 
 def _reductions(args: Iterable[Any]) -> list[str]:

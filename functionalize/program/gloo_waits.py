@@ -27,6 +27,7 @@ from torch import Tensor, fx
 
 from functionalize._compat.distributed import backend_of_group
 from functionalize.ir.barrier import BARRIER
+from functionalize.ir.point_to_point import is_message
 from functionalize.ir.waits import WAIT
 from functionalize.program.collective_order import groups_of
 
@@ -56,6 +57,10 @@ def added_waits(nodes: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
 def _groups(node: fx.Node) -> list[str]:
     """The process groups that a node communicates in, DTensor's own ops included."""
     if node.op != "call_function":
+        return []
+    if is_message(
+        node.target
+    ):  # no worker thread takes part, and another message may have to start before its end
         return []
     if getattr(node.target, "namespace", "") == "_dtensor":
         return [a for a in node.args if isinstance(a, str)]

@@ -52,7 +52,7 @@ from functionalize.ir.scalars import (
     expression_text,
     is_known_before_run,
 )
-from functionalize.ir.waits import sink_waits
+from functionalize.ir.waits import WAIT, sink_waits
 from functionalize.program.early_guard import EarlyGuard, is_early
 from functionalize.program.program import Program
 from functionalize.recorder.recorder import Recorder
@@ -378,6 +378,9 @@ class Builder:
         runner: Callable[..., Any],
     ) -> Program:
         """Add the graph's output, eliminate dead code, move waits down to their first use, and make the program."""
+        for token in self.engine.sends:  # eager has not waited for it, so nobody reads after that
+            if token is not None:
+                self.emit.call(WAIT, token)
         self.emit.graph.output(tuple(self._slots))
         drop_dead_code(self.emit.graph)
         sink_waits(self.emit.graph)

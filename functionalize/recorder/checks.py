@@ -88,6 +88,7 @@ class Checks:
     for_real: the step runs on the user's tensors and must run to its end.
     unrepeatable: reasons why a replay cannot repeat the step, as text with the user's line; no text twice.
     once: effects that a cached function had, which later calls of the step have not.
+    has_exchanged: whether ranks exchanged Python objects, which is one of those reasons.
     in_effect: how many replaced functions have noted an effect and are running: what they do is the same effect.
     repeated: the calls that a replay makes again, as text with the user's line.
     clock: the first read of a clock, or of something else that changes by itself, as text with the user's line.
@@ -105,6 +106,7 @@ class Checks:
         "clock",
         "for_real",
         "goes_outside",
+        "has_exchanged",
         "in_effect",
         "is_watched",
         "once",
@@ -119,6 +121,7 @@ class Checks:
         self.for_real = for_real
         self.unrepeatable: list[str] = []
         self.once: list[str] = []
+        self.has_exchanged = False
         self.outside: dict[Any, str] = {}
         self.goes_outside = False
         self.in_effect = 0
@@ -379,6 +382,7 @@ class Checks:
     def note_exchange(self, collective: str) -> None:
         """Note that ranks exchange Python objects, whose numbers no guard checks."""
         if self.for_real:
+            self.has_exchanged = True
             where = line_of(CapturedTraceback.extract())
             self.note(
                 f"exchanges Python objects by {collective}() {where}: put numbers in a tensor, and call "

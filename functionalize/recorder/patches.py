@@ -161,6 +161,9 @@ class Watcher(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # the wrapper that hides the handler from Dynamo costs as much as an op
 
+    def note_wait(self, work: Any) -> None:
+        """A caller has waited for the work of a collective or a message."""
+
     def __enter__(self) -> Self:
         outermost = not self._entered
         if outermost:
@@ -337,6 +340,8 @@ def _unwatched_wait(original: Any) -> Any:
         finally:
             for watcher in watchers:
                 watcher.suspended -= 1
+            for recorder in _recorders()[:1]:
+                recorder.note_wait(self)
 
     wait.__doc__ = original.__doc__
     return wait

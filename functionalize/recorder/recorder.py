@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from functionalize._compat.autograd import autograd_position
 from functionalize._compat.dispatch import disable_current_modes, is_traceable_wrapper_subclass_type
-from functionalize._compat.distributed import is_dtensor_type
+from functionalize._compat.distributed import is_dtensor_type, work_of
 from functionalize._compat.fakes import FakeTensor
 from functionalize._compat.references import address
 from functionalize._compat.stacks import stack_here
@@ -32,6 +32,7 @@ from functionalize.discharge.rules.mutations import written_arguments
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE, is_inplace_view
 from functionalize.errors import ForeignStorageError, FunctionalizeError
 from functionalize.ir.ops import Geometry, OpRecord, TensorRef, refs_in
+from functionalize.ir.point_to_point import EAGER_SEND, SENT
 from functionalize.ir.worlds import FakeWorld, placed, world_directly_below
 from functionalize.program.early_guard import early_records
 from functionalize.recorder.checks import Checks
@@ -96,6 +97,10 @@ class Recorder(Watcher):
         self.scalar_arguments = ScalarArguments(self.scalar_log) if self.scalar_log else None
         self.observer = observer
         self.calls = CallLog()
+        self._sends: dict[
+            int, tuple[Any, int]
+        ] = {}  # by its address: the work of a send, its number
+        self._sent = 0
         self.ignore_fake = ignore_fake
         self._met_number = False  # whether an argument of the current op is a symbolic number
         self._stand_ins = stand_ins
@@ -117,6 +122,7 @@ class Recorder(Watcher):
 
     def stop(self) -> None:
         self.tape.end()
+        self._sends.clear()  # which hold what is sent
         if self.scalar_log is not None:
             learn_texts(self.scalar_log)
             self.scalar_log.close()
@@ -196,6 +202,10 @@ class Recorder(Watcher):
             raise
         finally:
             self.suspended -= 1
+        if func is EAGER_SEND:
+            work = work_of(out)
+            self._sends[address(work)] = work, self._sent
+            self._sent += 1
         if op.random:
             checks.generators_moved()
         if op.foreign:
@@ -340,6 +350,12 @@ class Recorder(Watcher):
         self.records.append(record)
         if self.observer is not None:
             self.observer.recorded(record, args)
+
+    def note_wait(self, work: Any) -> None:
+        """Record where a caller waits for a send: its wait in the graph must not come earlier."""
+        found = self._sends.pop(address(work), None)
+        if found is not None:
+            SENT(found[1])
 
     def _after_mutation(
         self, record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any]

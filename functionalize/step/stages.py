@@ -60,7 +60,7 @@ from functionalize.step.outcome import (
 )
 from functionalize.step.recording import RecordingSummary, StepRecording, awaits_live_numbers
 from functionalize.step.step_state import EntryState, ExitState, UnmadeError
-from functionalize.step.vote import Level, RankVote, Rendezvous, must_vote
+from functionalize.step.vote import Level, RankVote, Rendezvous, has_messages, must_vote
 from functionalize.util.reading import is_a
 from functionalize.util.text import without_numbers
 from functionalize.walk.converted_arrays import OtherArrays, tensors_by_array
@@ -74,6 +74,15 @@ _ALONE = (
     "relies on a number that it reads, communicates in a call that a replay makes again, or has passes that change "
     "collectives, and another rank has not recorded this call: only ranks that record it together can replay it"
 )
+_LATE = (
+    "sends messages between two ranks, and decides by a number that its graph computes (`.item()`): if a replay finds "
+    "another number, its messages are sent already. Decide outside of the step, or by a tensor (`torch.where`)"
+)
+_LEFT_OUT = (
+    "has passes that change collectives, which are left out on another rank of its process group, as that one sends "
+    "messages between two ranks: capture it with passes='default'"
+)
+_SENDS = "sends"  # messages between two ranks
 _READS, _RELIES = "reads", "relies"  # a number that may be live in the next recording; a number
 
 
@@ -286,6 +295,9 @@ def judge(
         if for_this >= MAX_WARMUPS or calls >= MOST_WARMUPS:
             refusal = f"the step did not settle in {calls} calls: {recording.unsettled(reason)}"
     if refusal is not None:
+        # Later calls may not do so: a schedule of pipelining exchanges shapes at its first call.
+        if previous is None and run.recorder.checks.has_exchanged:
+            return WarmUp(recording.summary, refusal)
         return Refused(UncapturableError(refusal))
     if reason is None:
         return Steady(recording)
@@ -321,8 +333,12 @@ def agree(
     rendezvous: the ranks that record this call, for a step whose ranks have no vote.
     """
     mine = _compared(mine, recorder)
+    sends = has_messages(recorder)
+    if sends:
+        mine = _without_late_numbers(mine, recorder)
+        compares = False  # passes that change collectives are left out
     if rendezvous is not None:
-        return _agreed_by(rendezvous, mine, recorder, compares)
+        return _agreed_by(rendezvous, mine, recorder, compares, sends)
     joined = RankVote.of(recorder, compares)
     joined = joined | vote if joined is not None else vote
     if joined is None:
@@ -338,10 +354,25 @@ def agree(
     return Agreed(outcome, vote)
 
 
-def _agreed_by(rendezvous: Rendezvous, mine: Outcome, recorder: Recorder, compares: bool) -> Agreed:
+def _without_late_numbers(mine: Outcome, recorder: Recorder) -> Outcome:
+    """A refusal of a program with messages that relies on a number of its graph.
+
+    If such a number had another value, the step would run again and send its messages a second time, to ranks that
+    have no part in the vote.
+    """
+    if isinstance(mine, Refused) or not must_vote(recorder):
+        return mine
+    if recorder.live:
+        return Refused(UncapturableError(_LATE))
+    return WarmUp(mine.summary, _LATE) if isinstance(mine, Built) else mine
+
+
+def _agreed_by(
+    rendezvous: Rendezvous, mine: Outcome, recorder: Recorder, compares: bool, sends: bool
+) -> Agreed:
     """The outcome of ranks without a vote, and their vote if any of them relies on a number: Note [Who records].
 
-    compares: they vote in any case, once all of them keep their programs.
+    compares: they vote in any case, once all of them keep their programs. sends: whether this rank has messages.
     """
     everyone = RankVote.among(recorder)
     if everyone is None:
@@ -352,12 +383,15 @@ def _agreed_by(rendezvous: Rendezvous, mine: Outcome, recorder: Recorder, compar
         mine.level.name,
         *([_READS] if reads or compares else []),
         *([_RELIES] if reads and recorder.live else []),
+        *([_SENDS] if sends else []),
     ]
-    said = rendezvous.gather(everyone.groups, words, [*Level.__members__, _READS, _RELIES])
+    said = rendezvous.gather(everyone.groups, words, [*Level.__members__, _READS, _RELIES, _SENDS])
     if said is None:
         if (reads or compares) and isinstance(mine, Built):
             mine = WarmUp(mine.summary, _ALONE)
         return Agreed(mine, None)
+    if _SENDS in said and compares and isinstance(mine, Built):
+        mine = Refused(UncapturableError(_LEFT_OUT))
     if _READS not in said:
         return Agreed(mine, None)
     outcome = _worst(mine, max(level for level in Level if level.name in said))

@@ -54,6 +54,7 @@ from functionalize._compat.distributed import (
 )
 from functionalize.errors import FunctionalizeError, LostRankError, UncapturableError
 from functionalize.ir.ops import refs_in
+from functionalize.ir.point_to_point import is_message
 from functionalize.ir.scalars import is_known_before_run
 from functionalize.program.collective_order import groups_of
 from functionalize.program.early_guard import is_early
@@ -146,9 +147,14 @@ class RankVote:
 
     @staticmethod
     def among(recorder: Recorder) -> RankVote | None:
-        """The vote of all ranks that the recorded collectives communicate with; None without collectives."""
+        """The vote of all ranks that the recorded collectives communicate with; None without collectives.
+
+        Not of those to which messages go alone: a program with messages relies on no number that would need a vote.
+        """
         names: dict[str, torch.device] = {}
         for record in recorder.records:
+            if is_message(record.target):
+                continue
             for name in groups_of(record.target, record.args):
                 refs = refs_in(record.args)
                 device = (
@@ -308,6 +314,11 @@ def must_vote(recorder: Recorder) -> bool:
         return True
     late = (f.expression for f in learned if not is_known_before_run(f.expression))
     return any(not is_early(expression, early) for expression in late)
+
+
+def has_messages(recorder: Recorder) -> bool:
+    """Whether a recorded step sends or receives messages between two ranks."""
+    return any(is_message(record.target) for record in recorder.records)
 
 
 # -- Note [Who records] ----------------------------------------------------------------------------

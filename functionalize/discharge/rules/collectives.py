@@ -3,6 +3,8 @@
     c10d._allgather_base_(out, in, pg)   ->  all_gather_into_tensor(in, world, "pg"); wait_tensor
     c10d.allgather_([[a, b]], [x], pg)   ->  all_gather_into_tensor(x, 2, "pg"); wait_tensor; select
     c10d.alltoall_([a, b], [x, y], pg)   ->  cat; all_to_all_single; wait_tensor; split_with_sizes
+    c10d.send([x], pg, dst, tag)         ->  send_message(x, dst, tag, "pg"); wait_tensor where eager waits
+    c10d.recv_([y], pg, src, tag)        ->  receive_message(..., src, tag, "pg"); wait_tensor
     c10d.allreduce_coalesced_(list, pg)  ->  all_reduce_coalesced(list, "sum", "pg"); wait_tensor
     fsdp.all_gather_copy_in(...)         ->  cat of the flattened shards
     fsdp.split_with_sizes_copy(out=)     ->  aten.split_with_sizes_copy
@@ -34,6 +36,7 @@ from functionalize.discharge.rules.registry import BY_NAME, Engine, rule_of
 from functionalize.errors import UnsupportedOpError
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.ops import OpRecord, TensorRef, contiguous_geometry
+from functionalize.ir.point_to_point import RECEIVE, SEND
 from functionalize.util.process_groups import (
     PREMUL_ALL_REDUCE,
     PREMUL_REDUCE_SCATTER,
@@ -319,6 +322,38 @@ def _received_all(
         _received(engine, value, size, target)
 
 
+# -- messages between two ranks --------------------------------------------------------------------
+
+
+def send(engine: Engine, record: OpRecord) -> None:
+    """`send(Tensor[] tensors, process_group, dst, tag) -> Work`; `dst` in the group. See `ir/point_to_point.py`."""
+    (source,), group, dst, tag = record.args
+    engine.sends.append(engine.emit.call(SEND, _sent(engine, source), dst, tag, group_name(group)))
+
+
+def message_sent(engine: Engine, record: OpRecord) -> None:
+    """Eager has waited for a send, by its number in the op stream."""
+    (number,) = record.args
+    token, engine.sends[number] = engine.sends[number], None
+    if token is not None:
+        _wait(engine, token)
+
+
+def recv_(engine: Engine, record: OpRecord) -> None:
+    """`recv_(Tensor[] tensors, process_group, src, tag) -> Work`; `src` in the group."""
+    (target,), group, src, tag = record.args
+    g, device = target.geometry, engine.device_of(target)
+    value = engine.emit.call(RECEIVE, list(g.size), g.dtype, device, src, tag, group_name(group))
+    _received(engine, _wait(engine, value), g.size, target)
+
+
+def recv_any_source_(engine: Engine, record: OpRecord) -> None:
+    """`recv_any_source_(Tensor[] tensors, process_group, tag) -> Work`."""
+    raise UnsupportedOpError(
+        "receives from whichever rank sends first, so that who sends is data: name the source (`dist.recv(x, src=...)`)"
+    )
+
+
 # -- FSDP2's ops -----------------------------------------------------------------------------------
 
 
@@ -399,6 +434,8 @@ _PURE = frozenset(
         "reduce_scatter_tensor",
         "reduce_scatter_tensor_coalesced",
         "reduce_scatter_tensor_premul_sum",
+        "receive_message",
+        "send_message",
     }
 )
 _NAMESPACES = ("_c10d_functional", "c10d", "fsdp")
@@ -406,13 +443,10 @@ _NO_COUNTERPART = {
     "gather_": "all_gather",
     "gather_into_tensor_": "all_gather_into_tensor",
     "monitored_barrier_": "barrier",
-    "recv_": "broadcast",
-    "recv_any_source_": "broadcast",
     "reduce_": "all_reduce",
     "reduce_scatter_": "reduce_scatter_tensor",
     "allgather_coalesced_": "all_gather",
     "scatter_": "broadcast",
-    "send": "broadcast",
 }
 
 
@@ -464,8 +498,8 @@ def unlisted_ops() -> Iterator[str]:
 def point_to_point(engine: Engine, record: OpRecord) -> Any:
     """`isend`, `irecv`, `batch_p2p_ops`: they write and return their arguments, which their schemas do not say."""
     raise UnsupportedOpError(
-        "sends to one rank or receives from it, which is not a value: use a collective, or keep it out of "
-        "the step"
+        "writes and returns an argument, which its schema does not say: use dist.isend, dist.irecv or "
+        "dist.batch_isend_irecv"
     )
 
 
@@ -488,7 +522,11 @@ BY_NAME |= {
     "c10d::alltoall_base_": alltoall_base_,
     "c10d::barrier": barrier,
     "c10d::broadcast_": broadcast_,
+    "c10d::recv_": recv_,
+    "c10d::recv_any_source_": recv_any_source_,
     "c10d::reduce_scatter_tensor_coalesced_": reduce_scatter_tensor_coalesced_,
+    "c10d::send": send,
+    "functionalize::message_sent": message_sent,
     "fsdp::all_gather_copy_in": all_gather_copy_in,
     "fsdp::chunk_cat": chunk_cat,
     "fsdp::chunk_cat_mixed_dtype": chunk_cat,

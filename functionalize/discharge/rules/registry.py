@@ -57,6 +57,9 @@ class Engine(Protocol):
         """
         ...
 
+    # Per message that is sent, the token with which it is waited for; None: it has been.
+    sends: list[Value]
+
     def device_of(self, ref: TensorRef) -> torch.device:
         """The device of `ref`'s storage: for ops that make a tensor like one of their arguments."""
         ...
