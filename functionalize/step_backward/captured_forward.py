@@ -20,7 +20,8 @@ FSDP2 runs it as outside of a backward (`fsdp/forward_again.py`).
 Note [Two backwards of one forward]
 Where gradients are emptied between forward and backward, the first microbatch after an update finds none, a later one
 those of the others, and both have the same forward. Which one a program was recorded for can be told before its forward
-is replayed, by whether a parameter was written since the last call. The other one is recorded when it first comes and
+is replayed, by whether a parameter was written since the last call; for the first call there is, by whether its backward
+found no gradients. The other one is recorded when it first comes and
 there are gradients that may be emptied, so that no forward must run again.
 
 Note [Audited forwards]
@@ -134,7 +135,7 @@ class Forward:
         self._calls = 0
         self._was_elsewhere = False  # whether a call ran eagerly because of another thread
         self._nodes: WeakSet[Any] = WeakSet()
-        self._versions: tuple[int, ...] = ()  # of the parameters, at the last call
+        self._versions: tuple[int, ...] | None = None  # of the parameters, at the last call
         # Where nothing is predicted, the state is no part of the key.
         self._states = EntryStates() if self._core.options.dynamic else None
         self.hooks = Hooks(
@@ -265,12 +266,12 @@ class Forward:
         assert isinstance(call.leaves, DetachedLeaves)
         return with_backward(result, cached.has_grad_fn, replayed, call.leaves, replayed.inputs())
 
-    def _is_updated(self, trained: Sequence[Source], leaves: Sequence[Any]) -> bool:
-        """Whether a parameter was written since the last call."""
+    def _is_updated(self, trained: Sequence[Source], leaves: Sequence[Any]) -> bool | None:
+        """Whether a parameter was written since the last call; None: there was none."""
         call = Call(leaves, [])
         found = tuple(version_of(source.resolve(call)) for source in trained)
         before, self._versions = self._versions, found
-        return found != before
+        return None if before is None else found != before
 
     def _expects_another_backward(self, cached: ForwardProgram, call: Call) -> bool:
         """Whether to record this call though a program covers it: Note [Two backwards of one forward]."""
@@ -480,7 +481,7 @@ class Forward:
             ],
             is_random=any(is_random(node) for node in forward.graph.nodes),
             communicates=self._is_sharded or bool(recorded_sequences(run.recorder.records)),
-            updated=frozenset((run.end.is_updated,)),
+            updated=frozenset((run.is_updated,)),
             trained=_trained(run.end.entry),
             rerun_of=run.rerun_of,
             op_stream=signature,

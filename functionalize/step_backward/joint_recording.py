@@ -64,7 +64,7 @@ class ForwardEnd:
     entry, exit: the state before and after the forward.
     modes: the modes of modules that the forward changed. fsdp: FSDP2's state after the forward.
     unsharded: serial numbers of the storages of unsharded FSDP2 parameters. is_updated: whether a parameter was
-    written since the last call.
+    written since the last call; None: this call is the first one.
     records, externals, facts, call_facts: the numbers of these in the recorder at that time, where the forward's part
     ends.
     """
@@ -74,7 +74,7 @@ class ForwardEnd:
     modes: FSDPEffects
     fsdp: FSDPState
     unsharded: frozenset[int]
-    is_updated: bool
+    is_updated: bool | None
     records: int
     externals: int
     facts: int
@@ -86,7 +86,7 @@ class ForwardEnd:
         result: Any,
         recorder: Recorder,
         changed: str | None,
-        is_updated: bool,
+        is_updated: bool | None,
     ) -> ForwardEnd:
         """Read the state after the forward. changed: a change that is known already."""
         recorder.checks.check_generators(lambda: "after its last random op")
@@ -172,6 +172,12 @@ class JointRun:
     parameters: tuple[Source, ...]
     rerun_of: ForwardProgram | None
     rendezvous: ClassVar[None] = None  # a forward may have no backward, for which no rank waits
+
+    @property
+    def is_updated(self) -> bool:
+        """Whether a parameter was written since the last call; of the first call, whether its backward found no gradients."""
+        known = self.end.is_updated
+        return not any(self.later.gradients) if known is None else known
 
     def recording(self) -> JointRecording:
         for state in (self.end.entry, self.later):
