@@ -35,6 +35,7 @@ from functionalize._compat.modules import call_of, own_call, set_own_call, witho
 from functionalize.entry import capture
 from functionalize.state.arguments import flatten_result
 from functionalize.step.captured_step import CapturedStep
+from functionalize.step.explain import Boundary
 from functionalize.step_backward.boundary import is_output
 
 log = logging.getLogger("functionalize")
@@ -84,9 +85,9 @@ class CapturedCall:
         named = functools.partial(self._run)
         name = named.__name__ = type(module).__name__  # type: ignore[attr-defined]
         self.step: CapturedStep[..., Any] = capture(named, **options)
-        self.step.boundary = (
-            f"calls of `{name}`, forward with hooks, and their backward; what is around them (loss, "
-            "clipping, optimizer, scheduler) runs eagerly"
+        self.step.boundary = Boundary(
+            f"calls of `{name}`, forward with hooks, and their backward",
+            "loss, clipping, optimizer, scheduler",
         )
         self._observed = 0
         self._last: Callable[[], _Backward | None] = _nothing  # of the forward before
@@ -107,6 +108,7 @@ class CapturedCall:
 
     def _observe(self, args: Any, kwargs: Any) -> Any:
         """Run eagerly: Note [One forward, one backward]."""
+        self.step.stats.eager += 1
         last = self._last()
         if last is not None and not last.has_run:
             self._is_eager = True

@@ -18,6 +18,7 @@ from typing import Any
 
 from functionalize import entry
 from functionalize.step.captured_step import CapturedStep
+from functionalize.step.explain import Boundary
 
 
 def capture(trainer: Any, **options: Any) -> CapturedStep[..., Any]:
@@ -38,9 +39,9 @@ def capture(trainer: Any, **options: Any) -> CapturedStep[..., Any]:
         )
     options = {"on_uncapturable": "eager", **options}
     step: CapturedStep[..., Any] = entry.capture(trainer.fwd_bwd_fn, **options)
-    step.boundary = (
-        "`trainer.fwd_bwd_fn`, forward, loss and backward of a microbatch; what is around it (data, clipping, "
-        "optimizer, schedulers, validation, metrics, checkpoints) runs eagerly"
+    step.boundary = Boundary(
+        "`trainer.fwd_bwd_fn`, forward, loss and backward of a microbatch",
+        "data, clipping, optimizer, schedulers, validation, metrics, checkpoints",
     )
     trainer.fwd_bwd_fn = step
     return step

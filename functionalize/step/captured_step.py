@@ -79,7 +79,7 @@ from functionalize.step.cache import (
 )
 from functionalize.step.copies import State, copied, deep_copied, reduced, set_state
 from functionalize.step.core import EVERY_CALL, StepCore
-from functionalize.step.explain import explanation
+from functionalize.step.explain import Boundary, explanation
 from functionalize.step.hooks import NO_HOOKS, Part
 from functionalize.step.next_call import NextCall
 from functionalize.step.options import CaptureOptions
@@ -165,7 +165,7 @@ class CapturedStep(Generic[P, R]):
     boundary: what of a framework's loop it is, for `explain`. part: what is particular to its kind, see `hooks.py`.
     """
 
-    boundary = ""
+    boundary: Boundary | None = None
 
     def __init__(
         self,

@@ -1,5 +1,7 @@
 """`step.explain()`: what the next call would do, what went wrong, the counts, and the programs, one a line.
 
+boundary: calls of `Net`, forward with hooks, and their backward: 14 of 21 calls replayed     in a framework's loop
+eager around it: loss, clipping, optimizer, scheduler
 the next call like the last one replays program 2
 guards that missed, the most frequent first
   1 time: the first sizes of `x` are (5,), were (4,)
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from functionalize.calls.draws import DrawnNumber
 from functionalize.fsdp.objects import FSDPTensor
@@ -34,9 +36,16 @@ from functionalize.util.text import counted
 from functionalize.walk.parts import Held
 
 
+class Boundary(NamedTuple):
+    """What of a framework's loop is captured, and what runs eagerly around it, as text."""
+
+    captured: str
+    eager: str
+
+
 def explanation(
     name: str,
-    boundary: str,
+    boundary: Boundary | None,
     next_call: str,
     stats: Stats,
     programs: ProgramCache,
@@ -45,7 +54,10 @@ def explanation(
     verbose: bool = False,
 ) -> str:
     """The text of `CapturedStep.explain`. next_call: what it would do. sizes: text."""
-    lines = [f"boundary: {boundary}"] if boundary else []
+    lines = []
+    if boundary is not None:
+        replayed = f"{stats.replays} of {counted(stats.calls, 'call')} replayed"
+        lines = [f"boundary: {boundary.captured}: {replayed}", f"eager around it: {boundary.eager}"]
     lines += [next_call, *_went_wrong(stats, refused)]
     lines += [f"{name}: {', '.join(_counts(stats, len(programs)))}", sizes]
     for number, cached in enumerate(programs, 1):

@@ -20,9 +20,9 @@ FSDP2 runs it as outside of a backward (`fsdp/forward_again.py`).
 Note [Two backwards of one forward]
 Where gradients are emptied between forward and backward, the first microbatch after an update finds none, a later one
 those of the others, and both have the same forward. Which one a program was recorded for can be told before its forward
-is replayed, by whether a parameter was written since the last call; for the first call there is, by whether its backward
-found no gradients. The other one is recorded when it first comes and
-there are gradients that may be emptied, so that no forward must run again.
+is replayed, by whether a parameter was written since the last call (of the first call there is, by whether its backward
+found no gradients). The other one is recorded when it first comes and there are gradients that may be emptied, so that
+no forward must run again.
 
 Note [Audited forwards]
 An audited forward runs eagerly, and so does the backward that is called on it: its gradients are eager's. Both are

@@ -175,7 +175,7 @@ class JointRun:
 
     @property
     def is_updated(self) -> bool:
-        """Whether a parameter was written since the last call; of the first call, whether its backward found no gradients."""
+        """Whether a parameter was written since the last call; of the first one, whether it found no gradients."""
         known = self.end.is_updated
         return not any(self.later.gradients) if known is None else known
 
