@@ -318,6 +318,7 @@ class CapturedStep(Generic[P, R]):
             self.stats,
             core.cache,
             core.refused.values(),
+            core.unsettled.why,
             self._sizes_text,
             verbose,
         )

@@ -16,7 +16,7 @@ program 1: 8 replays, recorded because of the first call; 412 nodes, 31 inputs, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from functionalize.calls.draws import DrawnNumber
@@ -50,15 +50,19 @@ def explanation(
     stats: Stats,
     programs: ProgramCache,
     refused: Iterable[Exception],
+    why_unkept: Callable[[str], str],
     sizes: str,
     verbose: bool = False,
 ) -> str:
-    """The text of `CapturedStep.explain`. next_call: what it would do. sizes: text."""
+    """The text of `CapturedStep.explain`. next_call: what it would do. sizes: text.
+
+    why_unkept: why recordings of calls that missed a guard were not kept; empty: they were.
+    """
     lines = []
     if boundary is not None:
         replayed = f"{stats.replays} of {counted(stats.calls, 'call')} replayed"
         lines = [f"boundary: {boundary.captured}: {replayed}", f"eager around it: {boundary.eager}"]
-    lines += [next_call, *_went_wrong(stats, refused)]
+    lines += [next_call, *_went_wrong(stats, refused, why_unkept)]
     lines += [f"{name}: {', '.join(_counts(stats, len(programs)))}", sizes]
     for number, cached in enumerate(programs, 1):
         lines.append(f"program {number}: {'; '.join(_of_program(cached))}")
@@ -67,7 +71,9 @@ def explanation(
     return "\n".join([*lines, *_templates(list(programs))])
 
 
-def _went_wrong(stats: Stats, refused: Iterable[Exception]) -> Iterator[str]:
+def _went_wrong(
+    stats: Stats, refused: Iterable[Exception], why_unkept: Callable[[str], str]
+) -> Iterator[str]:
     """Refusals, audits that found a difference, guards that missed."""
     yield from (f"cannot be captured: {error}" for error in refused)
     if stats.differences:
@@ -76,7 +82,9 @@ def _went_wrong(stats: Stats, refused: Iterable[Exception]) -> Iterator[str]:
     if stats.guard_failures:
         yield "guards that missed, the most frequent first"
         missed = Counter(stats.guard_failures).most_common(10)
-        yield from (f"  {counted(times, 'time')}: {failure}" for failure, times in missed)
+        for failure, times in missed:
+            why = why_unkept(failure)
+            yield f"  {counted(times, 'time')}: {failure}{'; ' if why else ''}{why}"
 
 
 def _counts(stats: Stats, programs: int) -> Iterator[str]:

@@ -129,9 +129,9 @@ class UnsettledMisses:
         return True
 
     def why(self, missed: str) -> str:
-        """Why calls like this one are not recorded, for messages."""
+        """Why calls like this one are not kept, for messages; empty: the last recording was kept, or there was none."""
         count, why = self._kinds.get(without_numbers(missed), (0, ""))
-        return f"{count} recordings of such calls were not kept, since the step {why}"
+        return f"recordings of such calls were not kept, since the step {why}" if count else ""
 
     def tell(self, missed: str) -> bool:
         """Warn, once, that calls like this one run eagerly; false: recordings of them were kept, or there were none."""

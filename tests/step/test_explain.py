@@ -165,3 +165,23 @@ def test_to_ask_changes_nothing() -> None:
                 step.explain()
         counts.append(repr(step.stats))
     assert counts[0] == counts[1]
+
+
+def test_a_guard_whose_recordings_are_not_kept_says_why() -> None:
+    """As the calls of a model that generates tokens, beside those that train it."""
+
+    def grow(x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
+        if cache is not None:
+            cache.append(x)
+        return x + 1
+
+    step = fz.capture(grow)
+    for _ in range(4):
+        step(X)
+    for _ in range(3):
+        step(X, [X])
+    (miss,) = [line for line in step.explain().splitlines() if " times: " in line]
+    assert miss == (
+        "  3 times: the structure of the arguments changed; recordings of such calls were not kept, since the step "
+        "appends to `args[1]`, which a replay does not repeat: return what it appends, and append it outside the step"
+    )
