@@ -10,6 +10,7 @@ the frameworks, with the environment that torchrun makes.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import json
@@ -200,15 +201,25 @@ def forked(world: int, target: Callable[..., None], *args: Any) -> None:
         process.kill()  # it waits for one that has failed
 
 
+def train_of(framework: str) -> Callable[..., Training]:
+    """Its `train`. framework: may name a kind of training, `trl-sft`."""
+    name, _, kind = framework.partition("-")
+    train = importlib.import_module(f"tests.integrations.{name}_loop").train
+    return functools.partial(train, kind=kind) if kind else train
+
+
 def train_rank(case: str, folder: Path, world: int, port: int, rank: int) -> None:
-    """What a process does: train twice, or resume, and write what it found. case: a framework, ranks, "resumed"."""
+    """What a process does: train twice, or resume, and write what it found.
+
+    case: a framework, with a kind of training if it has several, ranks, "resumed": `trl-sft.2`.
+    """
     framework, _, *resumed = case.split(".")
     join(case, world, port, rank)
     out = folder / f"{case}.{rank}"
     before = folder / f"{framework}.{world}.{rank}.pt"
     checkpoint = Checkpoint(folder / f"{framework}.{world}.saved", bool(resumed))
     try:
-        train = importlib.import_module(f"tests.integrations.{framework}_loop").train
+        train = train_of(framework)
         if resumed:
             eager = Training(*torch.load(before, weights_only=False))
         else:
@@ -231,7 +242,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of the frameworks
     for case in cases:  # and what they import at the first call
-        importlib.import_module(f"tests.integrations.{case.split('.')[0]}_loop")
+        train_of(case.split(".")[0])
     for name in ("passes", "torch.distributed.checkpoint.state_dict", "functionalize.integrations"):
         importlib.import_module(name)
     gc.freeze()  # a full collection, of which the Trainer asks for one, would visit the objects of the packages
