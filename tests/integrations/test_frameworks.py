@@ -42,6 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases = [f"{loop}.{world}" for loop in INSTALLED for world in WORLDS]
     cases += [f"{case}.resumed" for case in cases]
     cases += ["metrics.1"] * ("lightning" in INSTALLED)
+    cases += ["torchtitan-main.1"] * ("torchtitan" in INSTALLED)
     environment = {"GLOO_SOCKET_IFNAME": "lo"}
     done = run_module("tests.integrations.loops", str(folder), *cases, environment=environment)
     (folder / "log").write_text(done.stdout + done.stderr)
@@ -81,6 +82,13 @@ def test_a_framework_trains_as_in_eager(loop: str, world: int, trained: Path):
         assert re.match(
             rf"boundary: {BOUNDARIES[loop]}: \d+ of \d+ calls replayed\n", found["text"]
         )
+
+
+def test_torchtitan_trains_as_in_eager_by_the_entry_that_captures(trained: Path):
+    (found,) = answers(trained, "torchtitan", "torchtitan-main.1", 1)
+    assert found["same_numbers"] and found["numbers"] >= 30 and not found["differences"], found
+    assert not found["differ"] and found["tensors"] > 20, found
+    assert found["replays"] >= 0.7 * found["calls"] > 0, found
 
 
 def test_a_step_logs_metrics_as_objects(trained: Path):

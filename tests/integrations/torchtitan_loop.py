@@ -145,22 +145,75 @@ def config_of(torchtitan: Any, checkpoint: Checkpoint | None) -> Any:
     return config
 
 
-def trainer_of(checkpoint: Checkpoint | None = None) -> tuple[Any, Any]:
-    """torchtitan's trainer, and its model."""
+def imported() -> Any:
+    """torchtitan, in the environment of a rank."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")
-    torchtitan = without_accelerator()
-    trainer = config_of(torchtitan, checkpoint).build()
-    (model,) = trainer.model_parts
+    return without_accelerator()
+
+
+def sums(model: torch.nn.Module) -> None:
+    """Let FSDP2 sum before it divides."""
     for module in model.modules():
         if hasattr(module, "set_force_sum_reduction_for_comms"):
             module.set_force_sum_reduction_for_comms(True)
+
+
+def trainer_of(checkpoint: Checkpoint | None = None) -> tuple[Any, Any]:
+    """torchtitan's trainer, and its model."""
+    trainer = config_of(imported(), checkpoint).build()
+    (model,) = trainer.model_parts
+    sums(model)
     return trainer, model
 
 
-def train(captured: bool, checkpoint: Checkpoint | None = None) -> Training:
+def small() -> Any:
+    """The configuration that `train_by_main` names."""
+    return config_of(sys.modules["torchtitan"], None)
+
+
+def train_by_main(captured: bool) -> Training:
+    """The whole program, by torchtitan's entry or by the one that captures."""
+    imported()
+    from torchtitan.train import main
+    from torchtitan.trainer import Trainer
+
+    own_train, numbers, ended = Trainer.train, list[Any](), dict[str, Any]()
+
+    def train(trainer: Any) -> None:
+        def log(metrics: dict[str, Any], at: int) -> None:
+            kept = {k: v for k, v in metrics.items() if not any(c in k for c in CLOCKS)}
+            numbers.append((at, kept))
+
+        (model,) = trainer.model_parts
+        sums(model)
+        trainer.metrics_processor.logger.log = log
+        own_train(trainer)
+        stats = getattr(trainer.fwd_bwd_fn, "stats", None)
+        ended.update(tensors=tensors_of(model, *trainer.optimizers), stats=stats)
+        ended["text"] = trainer.fwd_bwd_fn.explain() if captured else ""
+
+    arguments = sys.argv
+    sys.argv = ["main", "--module", __name__, "--config", small.__name__]
+    Trainer.train = train
+    try:
+        (fz.integrations.torchtitan.main if captured else main)()
+    finally:
+        Trainer.train, sys.argv = own_train, arguments
+    stats = ended["stats"]
+    calls, replays, differences = 0, 0, 0
+    if stats is not None:
+        calls, replays = stats.calls, stats.replays + stats.audits
+        differences = stats.audit_failures + stats.reruns
+    return Training(numbers, ended["tensors"], calls, replays, ended["text"], differences)
+
+
+def train(captured: bool, checkpoint: Checkpoint | None = None, kind: str = "") -> Training:
+    """kind: "main" for the whole program, see `train_by_main`."""
+    if kind == "main":
+        return train_by_main(captured)
     trainer, model = trainer_of(checkpoint)
     step = fz.integrations.torchtitan.capture(trainer) if captured else None
     counter, numbers = Counter(step), list[Any]()
