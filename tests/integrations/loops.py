@@ -35,7 +35,7 @@ ROWS, BATCH = 44, 8  # the last batch is short
 EPOCHS = int(os.environ.get("LOOP_EPOCHS", "10"))
 WIDTH, LAYERS, TOKENS = 16, 2, 12  # of the models; a sequence of a language model
 WARM, SAVED = 4, 5  # epochs; the checkpoint is between two
-SECONDS = 100 + 2 * EPOCHS  # of a training, which may hang
+SECONDS = 80 + 6 * EPOCHS  # of a training, which may hang
 
 
 class Training(NamedTuple):
