@@ -6,7 +6,7 @@
     calls       of functions of these files, generators' resumptions included
     switches    calls from a function of one file to one of another
 
-A capture that is kept, a replay, `fz.trace` of four ops, and the second `fz.plan` of a model, each after calls of its
+A capture that is kept, a replay, `trace` of four ops, and the second `fz.plan` of a model, each after calls of its
 kind, so that imports are not counted. The model is a Llama of `examples.llama` of width 64 under FSDP2 on a gloo mesh
 of one rank. Counted by a profile function, which calls that of recordings, too. `--top`: the files with most calls.
 """
@@ -132,8 +132,8 @@ def journeys(layers: int) -> dict[str, Journey]:
     found["capture, kept call"], found["replay"] = kept, last
 
     x = torch.randn(4, 4)
-    fz.trace(of_four_ops, x, x)
-    count("fz.trace of 4 ops", lambda: fz.trace(of_four_ops, x, x))
+    fz.functions.trace(of_four_ops, x, x)
+    count("fz.functions.trace of 4 ops", lambda: fz.functions.trace(of_four_ops, x, x))
 
     dist.destroy_process_group()
     plan = partial(
@@ -142,7 +142,7 @@ def journeys(layers: int) -> dict[str, Journey]:
         trained,
         inputs=tokens_of,
         world=8,
-        target=fz.Target("cpu"),
+        target=fz.planner.Target("cpu"),
     )
     plan()
     count("fz.plan, second call", plan)

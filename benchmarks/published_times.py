@@ -228,7 +228,7 @@ def planned(run: Run, layers: int) -> tuple[float, float, float]:
         optimizer.step()
         optimizer.zero_grad()
 
-    target = fz.Target("cuda", capability=run.machine.capability, attention="flash")
+    target = fz.planner.Target("cuda", capability=run.machine.capability, attention="flash")
     sweep = fz.plan(build, step, inputs=inputs, world=run.world, machine=run.machine, target=target)
     figures = sweep.plans[0].figures
     assert figures is not None

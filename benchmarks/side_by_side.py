@@ -4,7 +4,7 @@
                                       [--jobs 2] [--timeout 120] [--width 46] [--json]
 
 Each program of `examples.programs` runs through `aot_function` as torch ships it and through
-`fz.aot_function`, and through `torch.compile` with backend `aot_eager` and with `functionalize`.
+`fz.functions.aot_function`, and through `torch.compile` with backend `aot_eager` and with `functionalize`.
 Every run is a forked process of its own, since some end in a segmentation fault. A cell says one of
 
     equal                        outputs, inputs, storage sizes, aliasing and gradients match eager
@@ -70,10 +70,10 @@ def _compile_functionalize(program: ResizeProgram, whole: bool) -> compare.Outco
 # name -> (how it runs, whether gradients are compared)
 COLUMNS: dict[str, tuple[Runner, bool]] = {
     "aot_function": (_stock_aot, True),
-    "fz.aot_function": (_fz_aot, True),
+    "fz.functions.aot_function": (_fz_aot, True),
     "compile aot_eager": (_compile_aot_eager, True),
     "compile functionalize": (_compile_functionalize, True),
-    "fz.trace": (_fz_trace, False),
+    "fz.functions.trace": (_fz_trace, False),
 }
 DEFAULT_COLUMNS = tuple(COLUMNS)[:4]
 

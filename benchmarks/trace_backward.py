@@ -1,12 +1,12 @@
-"""What `fz.trace_backward` costs against the backward of eager, which it runs once.
+"""What `fz.functions.trace_backward` costs against the backward of eager, which it runs once.
 
     python -m benchmarks.trace_backward [--layers 4 16] [--runs 15]
 
     eager     `loss.backward()`
-    trace     `fz.trace_backward(loss)`
+    trace     `fz.functions.trace_backward(loss)`
     search    of it, the search of the process for tensors that may get a gradient: Python's objects are counted, too
     call      of the program, which is compiled in it
-    replay    `backward(loss)` of `fz.capture_backward()`, for a tape that it knows; of it, the listing of the tape
+    replay    `backward(loss)` of `capture_backward()`, for a tape that it knows; of it, the listing of the tape
 
 Layers of a linear map, a norm and GELU, of width 64. CPU time of the calling thread; eager and traced backwards
 alternate in one process; medians.
@@ -45,12 +45,12 @@ def measured(layers: int, runs: int) -> dict[str, float]:
         found.setdefault(name, []).append(1e3 * (time.thread_time() - began))
         return result
 
-    backward = fz.capture_backward(audit=False)
+    backward = fz.functions.capture_backward(audit=False)
     while backward.stats.replays < 2:
         backward(model(x).square().mean())
     for _ in range(runs):
         timed("eager", model(x).square().mean().backward)
-        program = timed("trace", fz.trace_backward, model(x).square().mean())
+        program = timed("trace", fz.functions.trace_backward, model(x).square().mean())
         timed("search", list, module._with_gradients())
         timed("call", program)
         timed("replay", backward, model(x).square().mean())

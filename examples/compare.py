@@ -207,7 +207,7 @@ def run_trace(program: ResizeProgram, trace: Callable[..., Any] | None = None) -
     if trace is None:
         import functionalize as fz
 
-        trace = fz.trace
+        trace = fz.functions.trace
     replays: list[Fn] = []
     for i, fn in enumerate(program.fns):
         args = program.make_args()
@@ -222,13 +222,13 @@ def run_trace(program: ResizeProgram, trace: Callable[..., Any] | None = None) -
 def run_aot_function(
     program: ResizeProgram, aot: Callable[..., Any] | None = None, **options: Any
 ) -> Outcome:
-    """Through `aot` (`fz.aot_function` by default) with compilers that run the graph as it is."""
+    """Through `aot` (`fz.functions.aot_function` by default) with compilers that run the graph as it is."""
     from functorch.compile import nop  # type: ignore[import-untyped]
 
     if aot is None:
         import functionalize as fz
 
-        aot = fz.aot_function
+        aot = fz.functions.aot_function
     compiled = [aot(fn, fw_compiler=nop, bw_compiler=nop, **options) for fn in program.fns]
     return execute(program, compiled)
 

@@ -42,7 +42,6 @@ from torch import fx
 
 from functionalize.ir.waits import WAIT
 from functionalize.passes.base import Pass
-from functionalize.passes.graph_modules import pass_function
 from functionalize.passes.maker import Maker
 from functionalize.passes.metadata import revalue
 from functionalize.passes.patterns import (
@@ -113,12 +112,6 @@ class BucketGathers(Pass):
         if others or len(bucket.items) != len(gather.pieces):
             return True
         return gather.pack is not None and len(bucket.packed) != len(gather.pieces)
-
-
-bucket_gathers = pass_function(
-    BucketGathers,
-    "`gm` itself with its all-gathers merged or split by size, and fewer copies around them.",
-)
 
 
 # -- analysis --------------------------------------------------------------------------------------

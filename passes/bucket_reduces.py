@@ -48,7 +48,6 @@ from functionalize.analysis.aliases import Aliases, results, results_of
 from functionalize.ir.epilogue import Set
 from functionalize.ir.waits import WAIT
 from functionalize.passes.base import Pass
-from functionalize.passes.graph_modules import pass_function
 from functionalize.passes.maker import Maker
 from functionalize.passes.metadata import NewValues, revalue, set_value
 from functionalize.passes.patterns import ALL_REDUCE, REDUCE_SCATTER, Reduce, collectives, reduces
@@ -122,12 +121,6 @@ class BucketReduces(Pass):
     def _joins(self, first: Reduce, each: Reduce, unread: bool) -> bool:
         """Whether a reduction may be merged with an earlier one, none of whose shards is read before."""
         return unread and _kind(first) == _kind(each) and (self.rounding or _is_exact(each))
-
-
-bucket_reduces = pass_function(
-    BucketReduces,
-    "`gm` itself with its reduce-scatters merged by size, and fewer copies before them.",
-)
 
 
 # -- analysis --------------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from torch import fx
 from functionalize.analysis import dead_code
 from functionalize.ir.generators import is_random
 from functionalize.passes.base import STAGES, Pass
-from functionalize.passes.graph_modules import pass_function
 from functionalize.program.program import Program
 
 
@@ -37,11 +36,6 @@ class DropDeadCode(Pass):
 
     def apply(self, program: Program) -> int:
         return dead_code.drop_dead_code(program.graph, _is_impure)
-
-
-drop_dead_code = pass_function(
-    DropDeadCode, "`gm` itself without the ops whose value has no users."
-)
 
 
 def _is_impure(node: fx.Node) -> bool:

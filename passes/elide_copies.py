@@ -45,7 +45,6 @@ from functionalize.analysis.aliases import (
 from functionalize.ir.epilogue import Copy, Set
 from functionalize.ir.ops import Geometry, geometry_of
 from functionalize.passes.base import Pass
-from functionalize.passes.graph_modules import pass_function
 from functionalize.passes.metadata import revalue
 from functionalize.passes.views import Geometries, erase_unused, same_above
 from functionalize.program.program import Program
@@ -91,12 +90,6 @@ class ElideCopies(Pass):
             revalue(program.graph, program.fakes)
             return len(views) + len(copies) + _undone(program)
         return len(views)
-
-
-elide_copies = pass_function(
-    ElideCopies,
-    "`gm` itself without redundant copies; outputs that shared no memory before share none afterwards.",
-)
 
 
 # -- analysis --------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ from torch import fx
 from functionalize._compat.dispatch import disable_current_modes
 from functionalize.ir.ops import Geometry
 from functionalize.passes.base import Pass
-from functionalize.passes.graph_modules import pass_function
 from functionalize.passes.views import Geometries, chain, erase_unused, viewed
 from functionalize.program.program import Program
 
@@ -55,9 +54,6 @@ class FoldViews(Pass):
                 if node.users and node.target is not operator.getitem and viewed(node) is not None:
                     done += node not in kept and folds.fold(node)
         return done
-
-
-fold_views = pass_function(FoldViews, "`gm` itself, its chains of views folded.")
 
 
 def _regrouped(graph: fx.Graph) -> set[fx.Node]:

@@ -1,17 +1,14 @@
-"""A pass on a bare `GraphModule`: the form of other compilers' lists of passes.
+"""A bare `GraphModule` as a program, so that passes can rewrite the graphs of other compilers.
 
-    gm = on_graph_module(ElideCopies())(gm, example_inputs)
-    elide_copies = pass_function(ElideCopies, "...")          the same, with the options of the pass by name
-    gm = elide_copies(gm, example_inputs, parts=True)
+    program_of(gm, example_inputs).graph is gm.graph
 
 Refusal: `PassError` for a graph without fake values, where no example inputs are passed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from inspect import Parameter, Signature, signature
-from typing import Any, ParamSpec, Protocol, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -28,59 +25,9 @@ from functionalize.ir.fakes import Fakes
 from functionalize.ir.inputs import Argument, InputSpec
 from functionalize.ir.ops import geometry_of
 from functionalize.ir.outputs import Result
-from functionalize.passes.base import Pass
 from functionalize.passes.metadata import describe, is_detached, value_of
 from functionalize.program.metadata import fake_input
 from functionalize.program.program import Program
-
-GraphPass = Callable[..., fx.GraphModule]
-P = ParamSpec("P")
-
-
-def on_graph_module(each: Pass) -> GraphPass:
-    """`each` as a function `(gm, example_inputs=None) -> gm` that rewrites `gm` itself and returns
-    it.
-
-    Every output counts as returned to the caller, and every input may be an alias of every other one.
-    """
-
-    def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> fx.GraphModule:
-        if each.apply(program_of(gm, example_inputs)):
-            gm.graph.lint()
-            gm.recompile()
-        return gm
-
-    rewrite.__name__ = rewrite.__qualname__ = each.name
-    return rewrite
-
-
-class PassFunction(Protocol[P]):
-    """A pass as a function on a graph module; the options of the pass are keyword arguments."""
-
-    def __call__(
-        self,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any] | None = None,
-        *args: P.args,
-        **options: P.kwargs,
-    ) -> fx.GraphModule: ...
-
-
-def pass_function(kind: Callable[P, Pass], doc: str) -> PassFunction[P]:
-    """A function `(gm, example_inputs=None, **options) -> gm` for a class of passes. doc: what it returns."""
-
-    def rewrite(
-        gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None, **options: Any
-    ) -> fx.GraphModule:
-        return on_graph_module(kind(**options))(gm, example_inputs)  # type: ignore[call-arg]
-
-    own = [*signature(rewrite).parameters.values()][:2]
-    options = signature(kind).parameters.values()
-    by_name = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in options]
-    rewrite.__signature__ = Signature([*own, *by_name])  # type: ignore[attr-defined]
-    rewrite.__name__ = rewrite.__qualname__ = kind.name  # type: ignore[attr-defined]
-    rewrite.__module__, rewrite.__doc__ = kind.__module__, doc
-    return cast(PassFunction[P], rewrite)
 
 
 def program_of(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> Program:

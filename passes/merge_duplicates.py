@@ -35,7 +35,6 @@ from functionalize.analysis.dead_code import is_impure
 from functionalize.cost.liveness import Liveness, Storage
 from functionalize.ir.epilogue import Set
 from functionalize.passes.base import Pass
-from functionalize.passes.graph_modules import pass_function
 from functionalize.passes.metadata import revalue
 from functionalize.passes.views import Geometries, chain
 from functionalize.program.program import Program
@@ -94,12 +93,6 @@ class MergeDuplicates(Pass):
                     program.graph.erase_node(node)
             revalue(program.graph, program.fakes)
         return done
-
-
-merge_duplicates = pass_function(
-    MergeDuplicates,
-    "`gm` itself, equal values computed once; outputs that shared no memory before share none afterwards.",
-)
 
 
 # -- which values are equal ------------------------------------------------------------------------

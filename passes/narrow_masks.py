@@ -29,7 +29,6 @@ import torch
 from torch import fx
 
 from functionalize.passes.base import STAGES, Pass
-from functionalize.passes.graph_modules import pass_function
 from functionalize.program.program import Program
 
 aten = torch.ops.aten
@@ -56,9 +55,6 @@ class NarrowMasks(Pass):
 
     def apply(self, program: Program) -> int:
         return sum(_narrowed(node) for node in list(program.graph.nodes) if node.target in _PARTS)
-
-
-narrow_masks = pass_function(NarrowMasks, "`gm` itself with narrower masks.")
 
 
 def _narrowed(node: fx.Node) -> bool:

@@ -45,7 +45,6 @@ from functionalize.errors import PassError
 from functionalize.ir.ops import geometry_of
 from functionalize.ir.phases import FORWARD
 from functionalize.passes.base import Pass
-from functionalize.passes.graph_modules import pass_function
 from functionalize.passes.metadata import origin_meta, set_value
 from functionalize.passes.rewiring import Rewiring
 from functionalize.program.program import Program
@@ -91,12 +90,6 @@ class Offload(Pass):
             return 0
         send(program.graph, live, trial.journeys)
         return len(trial.journeys)
-
-
-offload = pass_function(
-    Offload,
-    "`gm` itself with saved activations on the host, if its nodes have phases and an accelerator's values.",
-)
 
 
 # -- analysis --------------------------------------------------------------------------------------

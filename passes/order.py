@@ -38,7 +38,6 @@ from functionalize.errors import PassError
 from functionalize.ir.phases import in_backward
 from functionalize.passes.base import FUNCTIONAL, INPLACE, Pass
 from functionalize.passes.constraints import backwards, constraints_of, is_wait, kind_of, reorder
-from functionalize.passes.graph_modules import pass_function
 from functionalize.passes.patterns import is_collective
 from functionalize.program.program import Program
 
@@ -94,11 +93,6 @@ class Order(Pass):
         return not self.module or any(
             fnmatchcase(module, p) for p in (self.module, f"*.{self.module}")
         )
-
-
-order = pass_function(
-    Order, "`gm` itself with the chosen collectives of its backward issued earlier."
-)
 
 
 class _BackwardOrder:

@@ -11,7 +11,7 @@ The boundary is the first op that ran in a backward (`node.meta["phase"]`, set b
 after it. Every op is tagged (`node.meta["partitioner_tag"]`, as torch's partitioners do), the forward's ops come
 first, and backward recomputes its views: an unsharded parameter is saved, or an input read
 again, and not its transpose. The program replays as before; `Partitioned.of(program)` makes two graphs of it. For a
-joint graph of AOTAutograd, which has no phases, `passes.partition` (`recompute_views.py`) drives torch's partitioners.
+joint graph of AOTAutograd, which has no phases, `partitioner` of `recompute_views.py` drives torch's partitioners.
 
 Invariant: no op runs twice but views; random ops and collectives keep their order; each graph computes the same bits.
 

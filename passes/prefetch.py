@@ -38,7 +38,6 @@ from functionalize.cost.liveness import Liveness, held_before
 from functionalize.errors import PassError
 from functionalize.ir.waits import WAIT, sink_waits
 from functionalize.passes.base import Pass
-from functionalize.passes.graph_modules import pass_function
 from functionalize.passes.patterns import Gather, Reduce, gathers, is_collective, reduces
 from functionalize.program.program import Program
 
@@ -108,11 +107,6 @@ class Prefetch(Pass):
                 at = next((at for at in wanted if room is None or room.take(node, order, at)), None)
                 order.settle(node, at)
         return order.move()
-
-
-prefetch = pass_function(
-    Prefetch, "`gm` itself with its collectives issued earlier and waited for later."
-)
 
 
 def _settle_waits(graph: fx.Graph, bound: int | None) -> int:

@@ -39,7 +39,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from functionalize.analysis.aliases import Aliases, is_view, results, written_nodes
 from functionalize.errors import PassError
 from functionalize.passes.base import Pass
-from functionalize.passes.graph_modules import program_of
 from functionalize.program.program import Program
 
 Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
@@ -67,24 +66,6 @@ class RecomputeViews(Pass):
         graph = program.graph
         emptied = primals(graph) if self.emptied is None else named(graph, self.emptied)
         return len(recompute(graph, emptied, self.outputs))
-
-
-def recompute_views(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any] | None = None,
-    *,
-    outputs: int | None = None,
-    emptied: Collection[str | int] | None = None,
-) -> fx.GraphModule:
-    """The joint graph `gm` itself, with every view of an emptied input recomputed in backward.
-
-    outputs, emptied: as in `RecomputeViews`; `emptied` may contain indices, too.
-    """
-    names = None if emptied is None else tuple(n.name for n in named(gm.graph, emptied))
-    if RecomputeViews(outputs, names).apply(program_of(gm, example_inputs)):
-        gm.graph.lint()
-        gm.recompile()
-    return gm
 
 
 def partition(

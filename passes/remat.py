@@ -43,7 +43,6 @@ from functionalize.cost.decide.saved import SavedStorage
 from functionalize.cost.machines.presets import machine_named
 from functionalize.errors import PassError
 from functionalize.passes.base import Pass
-from functionalize.passes.graph_modules import pass_function
 from functionalize.passes.metadata import set_value
 from functionalize.passes.rewiring import Rewiring
 from functionalize.program.program import Program
@@ -105,11 +104,6 @@ class Remat(Pass):
             chosen = _numbers(self.layers, max(map(len, plan.layers)))
             return plan.without(s for s in plan.candidates if plan.layer_of(s) in chosen)
         return plan.without(plan.candidates)
-
-
-remat = pass_function(
-    Remat, "`gm` itself with activations computed again, if its nodes have phases."
-)
 
 
 def _worth(plan: Recomputation, saved: SavedStorage) -> float:

@@ -31,7 +31,6 @@ from torch import Tensor, fx
 
 from functionalize.ir.ops import geometry_of
 from functionalize.passes.base import Pass
-from functionalize.passes.graph_modules import pass_function
 from functionalize.passes.metadata import NewValues
 from functionalize.passes.views import Geometries, erase_unused, is_plain, same_above
 from functionalize.program.program import Program
@@ -58,11 +57,6 @@ class RemoveNoops(Pass):
             elif node.target in _COPIED and node.users and is_plain(node):
                 done += _to_clone(node, values)
         return done
-
-
-remove_noops = pass_function(
-    RemoveNoops, "`gm` itself without the ops that return their argument unchanged."
-)
 
 
 # -- copies ----------------------------------------------------------------------------------------

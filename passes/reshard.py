@@ -45,7 +45,6 @@ from functionalize.errors import PassError
 from functionalize.ir.fakes import Fakes
 from functionalize.passes.as_eager import live_as_eager
 from functionalize.passes.base import Pass
-from functionalize.passes.graph_modules import pass_function
 from functionalize.passes.metadata import origin_meta, revalue, set_value
 from functionalize.passes.overlap import scratch_in
 from functionalize.passes.patterns import Gather
@@ -129,12 +128,6 @@ class Reshard(Pass):
         while count := change(graph, choose(_GapRoom(graph, self))):
             total += count
         return total
-
-
-reshard = pass_function(
-    Reshard,
-    '`gm` itself with other gathers; without recorded phases (`node.meta["phase"]`) it can only keep.',
-)
 
 
 # -- what fits -------------------------------------------------------------------------------------

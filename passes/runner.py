@@ -1,8 +1,9 @@
-"""`passes.run`: apply passes to a copy of a program, and verify the result.
+"""`passes.run`: apply passes to a copy of a program, and verify the result. `on_graph_module`: to a graph module.
 
     program = run(program, [ElideCopies(), Verify()])
     program = run(program, "default")
     program.history            ("elide_copies: 12", "verify: 0")
+    gm = on_graph_module("elide_copies{parts=true}")(gm, example_inputs)
 
 Invariant: the argument is untouched; the result holds every invariant of `verify`, draws from generators and reads
 their states in the same order, and issues the same collectives unless a pass says that it changes them.
@@ -12,6 +13,7 @@ Refusals: a pass at a stage that it does not accept; a graph without fake values
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -19,9 +21,10 @@ from torch import fx
 from functionalize.errors import InvariantError, PassError, VerifyError
 from functionalize.ir.generators import GET_STATE, is_random
 from functionalize.ir.point_to_point import is_message
-from functionalize.passes.base import Pass
-from functionalize.passes.pipeline import parse
-from functionalize.passes.verify import check
+from functionalize.passes.base import FUNCTIONAL, Pass
+from functionalize.passes.graph_modules import program_of
+from functionalize.passes.pipeline import parse, pipeline_text
+from functionalize.passes.verify import verify
 from functionalize.program.collective_order import Texts, sequences
 from functionalize.program.program import Program
 from functionalize.util.gc_pause import no_collections
@@ -42,8 +45,44 @@ def run(program: Program, passes: Iterable[Pass] | str) -> Program:
         return _run(program, passes)
 
 
+@dataclass(frozen=True)
+class GraphModulePass:
+    """Passes as one function of a graph module, for the lists of passes of other compilers. It can be pickled."""
+
+    passes: tuple[Pass, ...]
+
+    @property
+    def __name__(self) -> str:
+        return pipeline_text(self.passes)
+
+    def __call__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None
+    ) -> fx.GraphModule:
+        """`gm` itself, rewritten. example_inputs: needed only where nodes have no fake values (`meta["val"]`)."""
+        program = program_of(gm, example_inputs)
+        if sum([each.apply(program) for each in self.passes]):
+            gm.graph.lint()
+            gm.recompile()
+        return gm
+
+
+def on_graph_module(passes: Pass | Iterable[Pass] | str) -> GraphModulePass:
+    """Passes as a function `(gm, example_inputs=None) -> gm` that rewrites `gm` itself and returns it.
+
+    passes: one, several, or a pipeline as text.
+    Every output counts as returned to the caller, and every input may be an alias of every other one. What it makes is
+    not verified: `verify(gm)` does. Raises `PassError` as `run` does, and for a graph without fake values where no
+    example inputs are passed.
+    """
+    if isinstance(passes, str):
+        passes = parse(passes)
+    found = (passes,) if isinstance(passes, Pass) else tuple(passes)
+    _check_stages(FUNCTIONAL, found)
+    return GraphModulePass(found)
+
+
 def _run(program: Program, passes: Sequence[Pass]) -> Program:
-    check(program)
+    verify(program)
     try:
         new = _applied(program, passes, checks=False)
         _verify(new)
@@ -128,7 +167,7 @@ def _are_in_order(before: list[tuple[Any, int]], now: list[tuple[Any, int]]) -> 
 
 def _verify(program: Program) -> None:
     program.graph.lint()
-    check(program)
+    verify(program)
 
 
 def _what_changed(before: Mapping[str, Texts], now: Mapping[str, Texts]) -> str:

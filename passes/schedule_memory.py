@@ -35,7 +35,6 @@ from functionalize.cost.liveness import Liveness
 from functionalize.ir.commit import is_commit
 from functionalize.passes.base import FUNCTIONAL, INPLACE, Pass
 from functionalize.passes.constraints import effects_of, is_wait, kind_of, memory_chains, reorder
-from functionalize.passes.graph_modules import pass_function
 from functionalize.passes.overlap import overlapped, scratch_in
 from functionalize.program.program import Program
 
@@ -67,11 +66,6 @@ class ScheduleMemory(Pass):
         if not overlap:
             order = overlapped(best, constraints, live, best.peak)
         return reorder([live.nodes[i] for i in order]) if order != first.order else 0
-
-
-schedule_memory = pass_function(
-    ScheduleMemory, "`gm` itself with its nodes in an order of a smaller peak."
-)
 
 
 def _better(now: Schedule, rules: _Rules, order: Constraints) -> Schedule:

@@ -61,22 +61,18 @@ class Verify(Pass):
     accepts: ClassVar[tuple[str, ...]] = STAGES
 
     def apply(self, program: Program) -> int:
-        check(program)
+        verify(program)
         return 0
 
 
-def verify(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> fx.GraphModule:
-    """`gm`, if its graph has the invariants of a program's graph; raises `VerifyError`.
+def verify(program: Program | fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> None:
+    """Raise `VerifyError`, listing every violation, unless a program, or the graph of a module, holds its invariants.
 
-    A bare graph has no epilogue, and its outputs may alias anything. The size of an input's storage is
-    that of its `val`.
+    A bare graph module has no epilogue, and its outputs may alias anything. The size of an input's storage is
+    that of its `val`. example_inputs: needed only where its nodes have no fake values.
     """
-    check(replace(program_of(gm, example_inputs), outputs=()))
-    return gm
-
-
-def check(program: Program) -> None:
-    """Raise `VerifyError`, listing every violation, unless `program` holds its invariants."""
+    if isinstance(program, fx.GraphModule):
+        program = replace(program_of(program, example_inputs), outputs=())
     program.describe()
     nodes = list(program.graph.nodes)
     found = list(_structure(program, nodes))

@@ -54,14 +54,14 @@ def kept_by_aot_function(program: ResizeProgram) -> list[Kept]:
     """The graphs of each function of a program, forward and backward; the program ran as in eager."""
     kept = [Kept() for _ in program.fns]
     pairs = zip(program.fns, kept, strict=True)
-    compiled = [fz.aot_function(fn, **each.options()) for fn, each in pairs]
+    compiled = [fz.functions.aot_function(fn, **each.options()) for fn, each in pairs]
     compare.assert_bitwise_equal(compare.execute(program, compiled), compare.run_eager(program))
     return kept
 
 
 def lowered(fn: Callable[..., Any], *args: Tensor) -> Callable[..., Any]:
     """The lowered program of `fn` as a function like it."""
-    program = fz.trace(fn, *args)
+    program = fz.functions.trace(fn, *args)
     module = program.lower()
 
     def run(*args: Tensor) -> Any:

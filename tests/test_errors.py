@@ -30,7 +30,7 @@ def message(error: type[Exception], fn: Callable[..., Any], *args: Any) -> str:
     tensors = [a for a in args if isinstance(a, Tensor) and a.layout is torch.strided]
     before = snapshot_args(tensors)
     with pytest.raises(error) as caught:
-        fz.trace(fn, *args)
+        fz.functions.trace(fn, *args)
     assert type(caught.value) is error
     assert not leftovers()
     assert_inputs_equal(snapshot_args(tensors), before)
@@ -442,7 +442,7 @@ GUARDS: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
 @pytest.mark.parametrize("name", GUARDS)
 def test_guards(name: str) -> None:
     make, text = GUARDS[name]
-    program = fz.trace(guarded, torch.ones(3), [torch.ones(3)], 2)
+    program = fz.functions.trace(guarded, torch.ones(3), [torch.ones(3)], 2)
     args = make()
     tensors = [a for a in (args[0], *args[1]) if isinstance(a, Tensor) and a.device.type == "cpu"]
     before = snapshot_args(tensors)
@@ -454,12 +454,12 @@ def test_guards(name: str) -> None:
 
 
 def test_guard_of_inputs_that_shared() -> None:
-    program = fz.trace(guarded, SAME, [SAME], 2)
+    program = fz.functions.trace(guarded, SAME, [SAME], 2)
     with pytest.raises(errors.GuardError, match="inputs that shared a storage no longer do"):
         program(torch.ones(3), [torch.ones(3)], 2)
 
 
 def test_guard_of_keyword() -> None:
-    program = fz.trace(guarded, torch.ones(3), [torch.ones(3)])
+    program = fz.functions.trace(guarded, torch.ones(3), [torch.ones(3)])
     with pytest.raises(errors.GuardError, match=re.escape("are (*, [*], scale=*), were (*, [*])")):
         program(torch.ones(3), [torch.ones(3)], scale=2)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import functionalize as fz
 from functionalize import errors
+from functionalize.functions import resize_storage_bytes_
 from tests.fsdp.table import PART, table
 from tests.planner.cli.entry import Command, command
 
@@ -51,12 +52,12 @@ def test_the_layer_before_and_after() -> None:
     column = head.index("the program")
     eager = [line[:column].rstrip() for line in lines]
     after = [line[column:] for line in lines if line[column:]]
-    names: dict[str, Any] = {"fz": fz, "dist": dist}
+    names: dict[str, Any] = {"resize_storage_bytes_": resize_storage_bytes_, "dist": dist}
     printed_by("\n    ".join(["def layer(p, shard, x, dy):", *eager]), names)
     with fz.world(2, target="cpu"):
         p, shard, x, dy = (torch.ones(rows, 4) for rows in (4, 2, 3, 3))
         p.untyped_storage().resize_(0)
-        program = fz.trace(names["layer"], p, shard, x, dy)
+        program = fz.functions.trace(names["layer"], p, shard, x, dy)
     body = printed_by("program.print_readable()", {"program": program}).partition("):\n")[2]
     for left_out in ("aten.", "_c10d_functional.", ".default"):
         body = body.replace(left_out, "")
@@ -145,9 +146,15 @@ def test_the_page_about_use_is_short_and_leads_to_every_page_of_the_reference() 
 
 def test_every_public_name_is_in_the_reference_of_the_site() -> None:
     text = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
-    listed = re.findall(r"^::: functionalize\.(\w+)$", text, re.MULTILINE)
-    in_modules = {"errors", "passes"}  # listed as modules, with every name of theirs
-    assert sorted(listed) == sorted({*fz.__all__, *in_modules} - vars(errors).keys())
+    listed = re.findall(r"^::: functionalize\.([\w.]+)$", text, re.MULTILINE)
+    packages = {"functions.": fz.functions, "planner.": fz.planner, "": fz}
+    names = [f"{prefix}{name}" for prefix, package in packages.items() for name in package.__all__]
+    classes = [f"passes.{name}.{kind.__name__}" for name, kind in fz.passes.PASSES.items()]
+    in_modules = ["errors", "passes"]  # listed as modules, with every name of theirs
+    of_frameworks = [name for name in listed if name.startswith("integrations.")]
+    returned = ["step.captured_step.CapturedStep"]
+    expected = [*names, *classes, *in_modules, *of_frameworks, *returned]
+    assert sorted(listed) == sorted(expected)
 
 
 def test_every_error_has_a_line_on_its_page() -> None:

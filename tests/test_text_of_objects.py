@@ -35,7 +35,7 @@ def held() -> Iterator[Any]:
     program = step.program
     assert program is not None
     assert "backward at" in str(program.tape())
-    yield from (program, program.tape(), fz.trace_backward(model(torch.ones(2, 8)).sum()))
+    yield from (program, program.tape(), fz.functions.trace_backward(model(torch.ones(2, 8)).sum()))
     sweep = fz.plan(
         build, lambda run, x: run(x), {"rows": [2, 4]}, inputs=lambda rows: torch.ones(rows, 8)
     )

@@ -51,7 +51,7 @@ def functionalize_storage(fn: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_exporting():
             raise UncapturableError(
                 "torch.export records a function above autograd, out of reach of the pre-pass: export the "
-                "program instead, as in torch.export.export(fz.trace(fn, *args).lower(), args)"
+                "program instead, as in torch.export.export(fz.functions.trace(fn, *args).lower(), args)"
             )
         return _call(fn, lambda: _inputs(fn, args, kwargs), sizes, args, kwargs)
 

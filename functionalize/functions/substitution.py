@@ -289,7 +289,7 @@ class Substitution(TorchDispatchMode):
         """Run an op that changes the tensor object (`set_`, `t_`); the engine identifies views by geometry alone."""
         if func in (aten.resize_.default, aten.resize_as_.default):
             raise UnsupportedOpError(
-                "resizes a tensor whose storage is resized too: use fz.resize_storage_bytes_ and a view"
+                "resizes a tensor whose storage is resized too: use fz.functions.resize_storage_bytes_ and a view"
             )
         live = self._storages.get(args[0].untyped_storage()._cdata)
         moved = live.replace_by_alias(args[0]) if live is not None else None
@@ -328,7 +328,8 @@ class Substitution(TorchDispatchMode):
             if live is None:
                 raise ForeignStorageError(
                     f"resizes a storage of {storage.nbytes()} bytes to {size} that belongs to no tensor that was "
-                    "passed to the function: pass its tensor, or call fz.resize_storage_bytes_(tensor, nbytes)"
+                    "passed to the function: pass its tensor, "
+                    "or call fz.functions.resize_storage_bytes_(tensor, nbytes)"
                 )
             self._resize(live, size)
         except FunctionalizeError as error:

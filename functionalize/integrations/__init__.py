@@ -8,10 +8,9 @@
 A module is imported when its name is first used; `lightning` and `transformers` import the framework.
 """
 
-import importlib
 from typing import TYPE_CHECKING
 
-_FRAMEWORKS = ("accelerate", "lightning", "torchtitan", "transformers")
+from functionalize.util.late_names import late_names
 
 if TYPE_CHECKING:
     from functionalize.integrations import accelerate as accelerate
@@ -19,12 +18,6 @@ if TYPE_CHECKING:
     from functionalize.integrations import torchtitan as torchtitan
     from functionalize.integrations import transformers as transformers
 else:
-
-    def __getattr__(name):
-        if name in _FRAMEWORKS:
-            return importlib.import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_FRAMEWORKS})
+    __getattr__, __dir__ = late_names(
+        __name__, {}, ("accelerate", "lightning", "torchtitan", "transformers")
+    )

@@ -87,7 +87,7 @@ class Program(Executable):
     def tape(self) -> Tape:
         """The autograd nodes of the step's backwards in the order in which they ran, with their edges, lines and ops.
 
-        `print(program.tape())`. Empty for `fz.trace`d functions without a backward, and for captured forwards.
+        `print(program.tape())`. Empty for traced functions without a backward, and for captured forwards.
         """
         self.describe()
         return Tape.of(self.backwards, self.graph)

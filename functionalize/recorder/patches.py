@@ -23,7 +23,7 @@
 
 A replacement calls the original unless the current thread's stack of dispatch modes has a watcher: a mode with a method
 `resize_storage`. Captures that run at the same time share the replacements; the last one removes them. They come in
-groups, of which a watcher installs those that it needs: `fz.trace`, which runs a function on fakes once, sees neither
+groups, of which a watcher installs those that it needs: `trace`, which runs a function on fakes once, sees neither
 effects nor live numbers, and no collectives where there are no process groups.
 
 Refusals: `torch.seed()`, which a replay cannot repeat, and `initial_seed()`, which returns a number to Python that no

@@ -1,6 +1,6 @@
 """`capture_backward`: the backwards of graphs that eager has built, each replayed by the program of an earlier one.
 
-    backward = functionalize.capture_backward()
+    backward = fz.functions.capture_backward()
     loss = model(batch)            eager, of whatever depth and shape
     backward(loss)                 what `loss.backward()` does
 

@@ -1,7 +1,7 @@
 """`trace_backward`: the backward of a graph that eager has built, as a program.
 
     loss = model(batch)                          eager, with its hooks
-    program = fz.trace_backward(loss)            nothing has changed yet
+    program = fz.functions.trace_backward(loss)            nothing has changed yet
     program()                                    the gradients are there, as after `loss.backward()`
 
 The backward runs for real while it is recorded, and the graph is kept; then what it did to tensors is undone: their

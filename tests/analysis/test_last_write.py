@@ -44,7 +44,7 @@ def first(a: Tensor, b: Tensor, g: Tensor) -> Tensor:
 
 
 def test_the_op_writes_inputs_in_place_after_all_others() -> None:
-    program = fz.trace(first, *inputs())
+    program = fz.functions.trace(first, *inputs())
     (a, b, g), (x, y, h) = inputs(), inputs()
     expected = first(x, y, h)
     with Targets() as seen:
@@ -57,7 +57,7 @@ def test_the_op_writes_inputs_in_place_after_all_others() -> None:
 
 
 def test_running_the_graph_alone_writes_nothing() -> None:
-    program = fz.trace(first, *inputs())
+    program = fz.functions.trace(first, *inputs())
     a, b, g = inputs()
     results = program.run([a, b, g])
     assert all(map(torch.equal, (a, b, g), inputs()))
@@ -65,7 +65,7 @@ def test_running_the_graph_alone_writes_nothing() -> None:
 
 
 def test_a_failure_of_the_op_itself_changes_nothing() -> None:
-    program = fz.trace(first, *inputs())
+    program = fz.functions.trace(first, *inputs())
     a, b, g = inputs()
     with pytest.raises(torch.OutOfMemoryError), Targets(aten._foreach_add_.List):
         program(a, b, g)
@@ -117,7 +117,7 @@ def grows(a: Tensor, b: Tensor, g: Tensor) -> None:
 
 @pytest.mark.parametrize("fn", [returned, other_argument, own_values, grows])
 def test_refusals(fn: Callable[..., Any]) -> None:
-    program = fz.trace(fn, *inputs())
+    program = fz.functions.trace(fn, *inputs())
     assert last_write(program) is None
     ours, eager = inputs(), inputs()
     found, expected = program(*ours), fn(*eager)
@@ -129,7 +129,7 @@ def test_inputs_on_one_storage_are_copied() -> None:
     def step(whole: Tensor, g: Tensor) -> None:
         add_both([whole[:2], whole[2:]], [g, g])
 
-    program = fz.trace(step, torch.zeros(4), torch.ones(2))
+    program = fz.functions.trace(step, torch.zeros(4), torch.ones(2))
     assert last_write(program) is None
 
 

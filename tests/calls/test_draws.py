@@ -141,7 +141,9 @@ def test_a_drawn_float_that_is_made_plain_is_known_at_its_first_recording(use: A
 
     captured = fz.capture(step)
     x = torch.ones(3)
-    with pytest.warns(fz.UncapturableWarning, match=r"`draw_1` at .*own.*, a text, a key or an"):
+    with pytest.warns(
+        fz.errors.UncapturableWarning, match=r"`draw_1` at .*own.*, a text, a key or an"
+    ):
         while not captured.stats.captures:
             captured(x)
     with warnings.catch_warnings():

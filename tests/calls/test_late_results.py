@@ -106,6 +106,8 @@ def _multiplied(loss: Tensor, optimizer: Any, scheduler: Any) -> Any:
 
 def test_an_op_of_such_a_number_is_refused_with_an_edit_that_works():
     step = fz.capture(_make(_multiplied), audit=False, on_uncapturable="raise")
-    with pytest.raises(fz.FunctionalizeError, match="and return or print the number as it is"):
+    with pytest.raises(
+        fz.errors.FunctionalizeError, match="and return or print the number as it is"
+    ):
         for _ in range(6):
             step(torch.randn(3, 4))

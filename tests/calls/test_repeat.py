@@ -126,7 +126,7 @@ def refusal(after: Any, prepare: Any = lambda twin: None) -> str:
     twins, run = with_tables(after)
     for twin in twins:
         prepare(twin)
-    with pytest.warns(fz.UncapturableWarning):
+    with pytest.warns(fz.errors.UncapturableWarning):
         for i in range(6):
             for step in run:
                 step(batch(i))

@@ -65,7 +65,7 @@ def test_flops_of_a_whole_step_are_what_torch_counts():
 
 def test_attention_on_cpus_counts_as_two_matmuls():
     q = torch.empty(2, 3, 16, 8)
-    program = fz.trace(lambda q: F.scaled_dot_product_attention(q, q, q), q)
+    program = fz.functions.trace(lambda q: F.scaled_dot_product_attention(q, q, q), q)
     program.describe()
     assert sum(map(flops, program.graph.nodes)) == 2 * (2 * 2 * 3 * 16 * 16 * 8)
 

@@ -30,7 +30,7 @@ ROW = 64 * 64 * 4  # bytes of the tensors below
 
 
 def liveness(fn: Callable[..., Any], *args: Tensor) -> Liveness:
-    program = fz.trace(fn, *args)
+    program = fz.functions.trace(fn, *args)
     program.describe()
     return Liveness(program.graph)
 
@@ -193,7 +193,7 @@ def inner(tree: Any) -> Any:
 
 
 def program_of(fn: Callable[..., Any], *args: Tensor) -> Program:
-    program = fz.trace(fn, *args)
+    program = fz.functions.trace(fn, *args)
     program.runner = boxed
     program.describe()
     return program

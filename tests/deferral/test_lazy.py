@@ -516,6 +516,6 @@ def test_a_trace_inside() -> None:
     lazy, x = learned(), torch.ones(4)
     with lazy:
         y = ops(x)
-        program = fz.trace(ops, y)
+        program = fz.functions.trace(ops, y)
         z = program(y)
     assert torch.equal(z, ops(ops(x)))

@@ -114,7 +114,7 @@ def same_as_eager(
     trace_args, trace_kwargs = clones((args, kwargs))
     before = storages((trace_args, trace_kwargs))
     with torch.no_grad():
-        program = fz.trace(fn, *trace_args, **trace_kwargs)
+        program = fz.functions.trace(fn, *trace_args, **trace_kwargs)
     assert storages((trace_args, trace_kwargs)) == before, "trace touched its arguments"
     check_pure(program)
     for _ in range(times):

@@ -62,5 +62,7 @@ def test_a_product_of_a_part_that_was_written(
 
 
 def test_a_part_that_nobody_wrote_has_one_view() -> None:
-    program = fz.trace(lambda x: (x[1:5] @ VECTOR) + (x[1:5].sin() @ VECTOR), torch.randn(40, 6))
+    program = fz.functions.trace(
+        lambda x: (x[1:5] @ VECTOR) + (x[1:5].sin() @ VECTOR), torch.randn(40, 6)
+    )
     assert str(program.graph).count("torch.ops.aten.slice") == 1

@@ -204,7 +204,7 @@ def test_a_step_with_a_new_op_is_refused_by_name(new_op: None) -> None:
     captured = fz.capture(step, on_uncapturable="raise")
     captured(torch.ones(2))
     with pytest.raises(
-        fz.FunctionalizeError,
+        fz.errors.FunctionalizeError,
         match=r"fsdp.shuffle_.default is a communication op without a rule",
     ):
         captured(torch.ones(2))

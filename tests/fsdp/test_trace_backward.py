@@ -75,7 +75,7 @@ def feature(name: str) -> list[str]:
         nonlocal traces
         traces += 1
         before = State(*ours)
-        program = fz.trace_backward(loss, gradient=gradient)
+        program = fz.functions.trace_backward(loss, gradient=gradient)
         found.extend(State(*ours).differs("after a trace", before))
         program()
 
@@ -113,7 +113,7 @@ def compiled_autograd(loss: Tensor) -> None:
 
 
 def side_by_side() -> list[tuple[list[bool], list[str]]]:
-    ours = reduced(lambda loss: fz.trace_backward(loss)())
+    ours = reduced(lambda loss: fz.functions.trace_backward(loss)())
     return [reduced(torch.Tensor.backward), ours, reduced(compiled_autograd)]
 
 

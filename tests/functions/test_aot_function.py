@@ -1,4 +1,4 @@
-"""`fz.aot_function`: every program like eager, gradients included; the graphs; what it refuses."""
+"""`fz.functions.aot_function`: every program like eager, gradients included; the graphs; what it refuses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_like_eager(program: ResizeProgram) -> None:
     "program", [p for p in PROGRAMS if p.section in (3, 4)], ids=lambda p: p.name
 )
 def test_every_call_like_the_first(program: ResizeProgram) -> None:
-    compiled = [fz.aot_function(fn, nop) for fn in program.fns]
+    compiled = [fz.functions.aot_function(fn, nop) for fn in program.fns]
     for _ in range(2):
         actual = compare.execute(program, compiled)
         compare.assert_bitwise_equal(actual, compare.run_eager(program))
@@ -89,7 +89,7 @@ def test_a_resize_stays_in_forward_whatever_the_partitioner(
     partition: Callable[..., object],
 ) -> None:
     program, kept = by_name("down"), Kept()
-    compiled = fz.aot_function(program.fns[0], partition_fn=partition, **kept.options())
+    compiled = fz.functions.aot_function(program.fns[0], partition_fn=partition, **kept.options())
     compare.assert_bitwise_equal(compare.execute(program, [compiled]), compare.run_eager(program))
     assert kept.graphs["forward"].find_nodes(op="call_function", target=RESIZE_STORAGE)
     assert not kept.graphs["backward"].find_nodes(op="call_function", target=RESIZE_STORAGE)
@@ -116,7 +116,7 @@ def test_a_write_before_the_resize_is_lost_with_the_data_or_kept() -> None:
 
     for fn in (lost, rewritten, kept):
         given, expected = values(8), values(8)
-        assert torch.equal(fz.aot_function(fn, nop)(given), fn(expected))
+        assert torch.equal(fz.functions.aot_function(fn, nop)(given), fn(expected))
         assert given.untyped_storage().nbytes() == expected.untyped_storage().nbytes()
         if given.untyped_storage().nbytes():
             assert torch.equal(given, expected)
@@ -136,8 +136,8 @@ def test_filled_again_by_a_second_graph_between_forward_and_backward() -> None:
             p.copy_(src)
 
     p = leaf(8)
-    out = fz.aot_function(use, nop)(p)
-    fz.aot_function(fill, nop)(p, values(8))
+    out = fz.functions.aot_function(use, nop)(p)
+    fz.functions.aot_function(fill, nop)(p, values(8))
     out.sum().backward()
     assert p.grad is not None and torch.equal(p.grad, values(8).cos())
 
@@ -145,7 +145,7 @@ def test_filled_again_by_a_second_graph_between_forward_and_backward() -> None:
 def test_works_without_in_graph_mutations() -> None:
     """torch itself refuses a resize then."""
     program = by_name("up_saved")
-    compiled = fz.aot_function(program.fns[0], nop, keep_inference_input_mutations=False)
+    compiled = fz.functions.aot_function(program.fns[0], nop, keep_inference_input_mutations=False)
     compare.assert_bitwise_equal(compare.execute(program, [compiled]), compare.run_eager(program))
 
 
@@ -208,7 +208,7 @@ def test_refused_with_our_errors(fn: Callable[..., object]) -> None:
     kind, message = BAD[fn]
     p, x = z(4, 4, grad=True), leaf(4, 4)
     with pytest.raises(kind, match=message):
-        fz.aot_function(fn, nop)(p, x)
+        fz.functions.aot_function(fn, nop)(p, x)
     assert p.untyped_storage().nbytes() == 0
 
 
@@ -218,7 +218,7 @@ def test_parameters_and_buffers_are_returned_themselves() -> None:
         return (x * w).sum(), {"weight": w, "buffers": [b]}
 
     weight, buffer, x = torch.nn.Parameter(torch.ones(3)), torch.zeros(3), torch.ones(3)
-    compiled = fz.aot_function(fn, nop)
+    compiled = fz.functions.aot_function(fn, nop)
     for _ in range(2):
         loss, kept = compiled(weight, buffer, x)
         assert kept["weight"] is weight and kept["buffers"][0] is buffer

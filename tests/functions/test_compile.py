@@ -96,17 +96,17 @@ def test_composes_with_functionalize_storage() -> None:
     program = by_name("fsdp_linear")
     torch.compiler.reset()
     compiled = torch.compile(
-        fz.functionalize_storage(program.fns[0]), backend="functionalize", fullgraph=True
+        fz.functions.functionalize_storage(program.fns[0]), backend="functionalize", fullgraph=True
     )
     compare.assert_bitwise_equal(compare.execute(program, [compiled]), compare.run_eager(program))
 
 
 def test_a_resize_by_hand_is_no_graph_break() -> None:
     def fn(p: Tensor, src: Tensor) -> Tensor:
-        fz.resize_storage_bytes_(p, 32)
+        fz.functions.resize_storage_bytes_(p, 32)
         p.copy_(src)
         out = p + 1
-        fz.resize_storage_bytes_(p, 0)
+        fz.functions.resize_storage_bytes_(p, 0)
         return out
 
     torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""`fz.functionalize_storage`: called as it is, traced by `make_fx`, and what it refuses."""
+"""`fz.functions.functionalize_storage`: called as it is, traced by `make_fx`, and what it refuses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOT_TRACED_BY_MAKE_FX = {"dtensor_up_down", "dtensor_down"}
 
 @each_program
 def test_called_like_eager(program: ResizeProgram) -> None:
-    fns = [fz.functionalize_storage(fn) for fn in program.fns]
+    fns = [fz.functions.functionalize_storage(fn) for fn in program.fns]
     compare.assert_bitwise_equal(compare.execute(program, fns), compare.run_eager(program))
 
 
@@ -40,7 +40,7 @@ def test_traced_by_make_fx(program: ResizeProgram, tracing_mode: str) -> None:
             args = program.make_args()
             for before in program.fns[:i]:
                 before(*args)
-            functional = fz.functionalize_storage(fn)
+            functional = fz.functions.functionalize_storage(fn)
             graphs.append(make_fx(functional, tracing_mode=tracing_mode)(*args))
         actual = compare.execute(program, graphs, backward=False)
     compare.assert_bitwise_equal(actual, compare.run_eager(program), grads=False)
@@ -50,13 +50,13 @@ def test_traced_by_make_fx(program: ResizeProgram, tracing_mode: str) -> None:
 def test_graph(name: str, expect: Callable[[str, str], None]) -> None:
     program = by_name(name)
     with torch.no_grad():
-        gm = make_fx(fz.functionalize_storage(program.fns[0]))(*program.make_args())
+        gm = make_fx(fz.functions.functionalize_storage(program.fns[0]))(*program.make_args())
     expect(name, graph_text(name, gm.graph))
 
 
 def test_composes_with_the_stock_aot_function() -> None:
     program = by_name("up_down_mutated")
-    with_prepass = aot_function(fz.functionalize_storage(program.fns[0]), nop)
+    with_prepass = aot_function(fz.functions.functionalize_storage(program.fns[0]), nop)
     actual = compare.execute(program, [with_prepass])
     compare.assert_bitwise_equal(actual, compare.run_eager(program))
 
@@ -66,12 +66,16 @@ def test_export_takes_the_lowered_program_instead() -> None:
 
     class Module(nn.Module):
         def forward(self, a: Tensor, src: Tensor) -> Tensor:
-            out: Tensor = fz.functionalize_storage(by_name("plain_if_needed").fns[0])(a, src)
+            out: Tensor = fz.functions.functionalize_storage(by_name("plain_if_needed").fns[0])(
+                a, src
+            )
             return out
 
-    with pytest.raises(fz.FunctionalizeError, match=r"fz\.trace\(fn, \*args\)\.lower\(\)"):
+    with pytest.raises(
+        fz.errors.FunctionalizeError, match=r"fz\.functions\.trace\(fn, \*args\)\.lower\(\)"
+    ):
         torch.export.export(Module(), args, strict=False)
-    lowered = fz.trace(by_name("plain_if_needed").fns[0], *args).lower()
+    lowered = fz.functions.trace(by_name("plain_if_needed").fns[0], *args).lower()
     exported = torch.export.export(lowered, args, strict=False)
     (out,) = exported.module()(*args)
     assert torch.equal(out, values(8).exp())
@@ -93,7 +97,7 @@ def test_sizes_are_those_that_the_function_set() -> None:
         seen.append((a.untyped_storage().nbytes(), a.untyped_storage().size()))
         return out
 
-    assert torch.equal(fz.functionalize_storage(fn)(p), torch.full((8,), 2.0))
+    assert torch.equal(fz.functions.functionalize_storage(fn)(p), torch.full((8,), 2.0))
     assert seen == [(32, 32), (0, 0)]
     assert p.untyped_storage().nbytes() == 0
 
@@ -107,7 +111,7 @@ def test_one_op_writes_a_storage_that_comes_and_one_that_stays() -> None:
         return out
 
     q, src = torch.zeros(8), values(8)
-    for run in (fz.functionalize_storage(fn), fz.aot_function(fn, nop)):
+    for run in (fz.functions.functionalize_storage(fn), fz.functions.aot_function(fn, nop)):
         q.zero_()
         assert torch.equal(run(z(8), q, src), src + src * 2)
         assert torch.equal(q, src * 2)
@@ -128,7 +132,7 @@ def test_parameters_of_a_module_need_not_be_arguments() -> None:
             return out
 
     layer, x, full = Layer(), leaf(3, 4), values(4, 4, seed=1)
-    out = fz.functionalize_storage(layer)(x, full)
+    out = fz.functions.functionalize_storage(layer)(x, full)
     assert torch.equal(out, x @ full.t())
     assert layer.weight.untyped_storage().nbytes() == 0
     layer.weight.untyped_storage().resize_(64)
@@ -146,7 +150,7 @@ def test_an_input_is_returned_as_itself() -> None:
         return a, a.view(2, 4)
 
     p = z(8)
-    whole, view = fz.functionalize_storage(fn)(p)
+    whole, view = fz.functions.functionalize_storage(fn)(p)
     assert whole is p and view._base is p
     assert torch.equal(view, torch.ones(2, 4))
 
@@ -211,7 +215,7 @@ def test_refused_before_anything_changes(fn: Callable[..., object]) -> None:
     kind, message = BAD[fn]
     p = z(8)
     with pytest.raises(kind, match=message) as error:
-        fz.functionalize_storage(fn)(p)
+        fz.functions.functionalize_storage(fn)(p)
     assert f"test_functionalize_storage.py:{fn.__code__.co_firstlineno}"[:-2] in str(error.value)
     assert p.untyped_storage().nbytes() == 0
 
@@ -224,7 +228,7 @@ def test_resizing_a_tensor_and_its_storage_is_refused() -> None:
     with pytest.raises(
         errors.UnsupportedOpError, match=r"resizes a tensor whose storage is resized"
     ):
-        fz.functionalize_storage(fn)(z(8))
+        fz.functions.functionalize_storage(fn)(z(8))
 
 
 def test_a_collective_into_what_is_resized_is_refused() -> None:
@@ -235,7 +239,7 @@ def test_a_collective_into_what_is_resized_is_refused() -> None:
     with pytest.raises(
         errors.UnsupportedOpError, match=r"use a functional collective, or fz\.capture"
     ):
-        fz.functionalize_storage(fn)(z(8), values(4))
+        fz.functions.functionalize_storage(fn)(z(8), values(4))
 
 
 def test_wait_returns_what_it_waited_for() -> None:
@@ -248,7 +252,7 @@ def test_wait_returns_what_it_waited_for() -> None:
         R(p, 0)
         return out
 
-    assert torch.equal(fz.functionalize_storage(fn)(z(8)), torch.full((8,), 3.0))
+    assert torch.equal(fz.functions.functionalize_storage(fn)(z(8)), torch.full((8,), 3.0))
 
 
 def test_an_error_of_the_function_passes_through() -> None:
@@ -258,7 +262,7 @@ def test_an_error_of_the_function_passes_through() -> None:
 
     p = z(8)
     with pytest.raises(KeyError, match="mine"):
-        fz.functionalize_storage(fn)(p)
+        fz.functions.functionalize_storage(fn)(p)
     assert p.untyped_storage().nbytes() == 0
     assert not {"nbytes", "size", "resize_"} & set(vars(torch.UntypedStorage))
 
@@ -286,5 +290,5 @@ def test_a_view_that_its_schema_denies_sees_a_later_write(name: str) -> None:
 
     x = torch.randn(3, 2)
     with torch.no_grad():
-        want, actual = fn(z(3, 2), x), fz.functionalize_storage(fn)(z(3, 2), x)
+        want, actual = fn(z(3, 2), x), fz.functions.functionalize_storage(fn)(z(3, 2), x)
     assert all(torch.equal(a, w) for a, w in zip(actual, want, strict=True))

@@ -74,7 +74,7 @@ def traced(program: ResizeProgram) -> list[Program]:
         args = program.make_args()
         for before in program.fns[:i]:
             before(*args)
-        found.append(fz.trace(fn, *args))
+        found.append(fz.functions.trace(fn, *args))
     return found
 
 
@@ -148,7 +148,7 @@ def test_sections_have_snapshots() -> None:
 
 
 def test_lowered_snapshot(expect: Callable[[str, str], None]) -> None:
-    program = fz.trace(by_name("up_then_set").fn, *by_name("up_then_set").make_args())
+    program = fz.functions.trace(by_name("up_then_set").fn, *by_name("up_then_set").make_args())
     expect("lowered_up_then_set", program.lower().code)
 
 
@@ -175,7 +175,7 @@ def test_parameters_and_buffers_are_returned_themselves() -> None:
         y = model(x).detach()
         return y, model.weight, {"buffers": [model.running_mean, (model.num_batches_tracked,)]}
 
-    program = fz.trace(fn, torch.ones(2, 3))
+    program = fz.functions.trace(fn, torch.ones(2, 3))
     for _ in range(2):
         _, weight, kept = program(torch.ones(2, 3))
         mean, (count,) = kept["buffers"]

@@ -20,7 +20,7 @@ from tests.leftovers import leftovers
 
 def assert_replays(fn: Callable[..., Any], make_args: Callable[[], tuple[Any, ...]]) -> None:
     """Outputs and arguments of a replay, compared with eager's."""
-    replay = fz.trace(fn, *make_args())
+    replay = fz.functions.trace(fn, *make_args())
     expected_args, actual_args = make_args(), make_args()
     with torch.no_grad():
         expected = fn(*expected_args)
@@ -108,7 +108,7 @@ def test_containers_and_constants() -> None:
         return torch.ones(3), {"x": [torch.ones(3), torch.zeros(2)]}
 
     a, b = make()
-    replay = fz.trace(fn, a, b=b, c=5)
+    replay = fz.functions.trace(fn, a, b=b, c=5)
     assert [spec.name for spec in replay.inputs] == ["a", "b_x_0", "b_x_1"]
     a, b = make()
     out = replay(a, b=b, c=5)
@@ -124,7 +124,7 @@ def test_one_tensor_twice() -> None:
         return a + b, a is b
 
     a = torch.ones(3)
-    out = fz.trace(fn, a, a)(b := torch.ones(3), b)
+    out = fz.functions.trace(fn, a, a)(b := torch.ones(3), b)
     assert torch.equal(out[0], torch.full((3,), 4.0)) and out[1] is True
 
 
@@ -141,7 +141,7 @@ def test_gradient_of_an_argument() -> None:
         return p
 
     traced = make()
-    replay = fz.trace(sgd, traced)
+    replay = fz.functions.trace(sgd, traced)
     assert torch.equal(traced.grad, torch.full((3,), 2.0)) and torch.equal(traced, torch.ones(3))
     p = make()
     replay(p)
@@ -155,7 +155,7 @@ def test_module_of_the_closure() -> None:
     """Parameters are read, running statistics written, dropout draws as eager does."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     twin = copy.deepcopy(model)
-    replay = fz.trace(lambda x: model(x), torch.ones(5, 3))
+    replay = fz.functions.trace(lambda x: model(x), torch.ones(5, 3))
     assert [spec.name for spec in replay.inputs][1:3] == ["model_0_weight", "model_0_bias"]
     for seed in range(2):
         x = values(5, 3, seed=seed)
@@ -169,7 +169,7 @@ def test_module_of_the_closure() -> None:
 
 def test_outsider_returned_untouched() -> None:
     outsider = torch.ones(3)
-    assert fz.trace(lambda a: outsider, torch.ones(2))(torch.ones(2)) is outsider
+    assert fz.functions.trace(lambda a: outsider, torch.ones(2))(torch.ones(2)) is outsider
 
 
 # -- modes, threads, other traces ------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_nothing_is_left_when_the_function_raises() -> None:
 
     a = values(8)
     with pytest.raises(ValueError, match="mine"):
-        fz.trace(fn, a)
+        fz.functions.trace(fn, a)
     assert not leftovers() and torch.equal(a, values(8))
 
 
@@ -199,7 +199,7 @@ def test_threads() -> None:
 
         try:
             for _ in range(10):
-                replay = fz.trace(fn, z(8), torch.ones(8))
+                replay = fz.functions.trace(fn, z(8), torch.ones(8))
                 assert torch.equal(replay(z(8), torch.ones(8)), torch.ones(8).sin() * scale)
         except BaseException as error:
             failed.append(error)
@@ -214,23 +214,23 @@ def test_threads() -> None:
 
 def test_trace_inside_a_trace() -> None:
     def fn(a: Tensor) -> Tensor:
-        replay = fz.trace(lambda b: b * 2, a)
+        replay = fz.functions.trace(lambda b: b * 2, a)
         return replay(a) + 1
 
-    program = fz.trace(fn, torch.ones(3))
+    program = fz.functions.trace(fn, torch.ones(3))
     assert [spec.name for spec in program.inputs] == ["a"] and program.nodes() == 2
     assert torch.equal(program(torch.ones(3)), torch.full((3,), 3.0))
 
 
 def test_inside_a_fake_mode() -> None:
     with FakeTensorMode():
-        program = fz.trace(lambda a: a.add_(1) * 2, torch.ones(3))
+        program = fz.functions.trace(lambda a: a.add_(1) * 2, torch.ones(3))
     assert torch.equal(program(torch.ones(3)), torch.full((3,), 4.0))
 
 
 def test_fake_arguments() -> None:
     fake = FakeTensorMode().from_tensor(torch.ones(3))
-    program = fz.trace(lambda a: a.add_(1) * 2, fake)
+    program = fz.functions.trace(lambda a: a.add_(1) * 2, fake)
     assert torch.equal(program(torch.ones(3)), torch.full((3,), 4.0))
 
 
@@ -238,7 +238,7 @@ def test_inputs_and_outputs_have_names() -> None:
     def fn(a, *, pair):
         return {"sum": a + pair[0], "both": (a, pair[1] * 2)}
 
-    program = fz.trace(fn, torch.ones(2), pair=[torch.ones(2), torch.ones(2)])
+    program = fz.functions.trace(fn, torch.ones(2), pair=[torch.ones(2), torch.ones(2)])
     assert [spec.name for spec in program.inputs] == ["a", "pair_0", "pair_1"]
     assert program.output_names == ("out['sum']", "out['both'][0]", "out['both'][1]")
-    assert fz.trace(torch.sin, torch.ones(2)).output_names == ("out",)
+    assert fz.functions.trace(torch.sin, torch.ones(2)).output_names == ("out",)

@@ -41,7 +41,7 @@ def test_a_fake_has_no_value(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", NUMBERS)
 def test_an_empty_number_is_traced(dtype: torch.dtype) -> None:
     def grown(x: Tensor) -> Tensor:
-        fz.resize_storage_bytes_(x, x.dtype.itemsize)
+        fz.functions.resize_storage_bytes_(x, x.dtype.itemsize)
         x.fill_(1)
         return x + x
 
@@ -78,9 +78,9 @@ def test_no_program_depends_on_a_value_in_silence(
     x, y = torch.ones((), dtype=dtype), torch.ones(3)
     message = "gives Python a number, or a size, that depends on data"
     with pytest.raises(UncapturableError, match=message):
-        fz.trace(fn, x, y)
+        fz.functions.trace(fn, x, y)
     with pytest.raises(UncapturableError, match=message):
-        fz.trace(lambda y: fn(x, y), y)  # found by itself
+        fz.functions.trace(lambda y: fn(x, y), y)  # found by itself
 
 
 # -- kernels ---------------------------------------------------------------------------------------

@@ -135,7 +135,9 @@ def test_a_callback_is_of_the_backward() -> None:
 
 
 def test_a_program_without_a_backward() -> None:
-    assert order(fz.trace(lambda x: x.sin() + 1, torch.ones(2)).graph_module.graph) == ["forward"]
+    assert order(fz.functions.trace(lambda x: x.sin() + 1, torch.ones(2)).graph_module.graph) == [
+        "forward"
+    ]
 
 
 def test_a_graph_that_nobody_recorded_has_none() -> None:
@@ -145,6 +147,6 @@ def test_a_graph_that_nobody_recorded_has_none() -> None:
 
 
 def test_a_saved_program_keeps_them(tmp_path: Any) -> None:
-    program = fz.trace(lambda x: x.sin() + 1, torch.ones(2))
+    program = fz.functions.trace(lambda x: x.sin() + 1, torch.ones(2))
     program.save(tmp_path / "program")
     assert order(fz.load(tmp_path / "program").graph_module.graph) == ["forward"]

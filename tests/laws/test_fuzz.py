@@ -50,12 +50,12 @@ def check(example: Example) -> None:
 def trace_or_refusal(example: Example, args: list[Tensor]) -> Program | None:
     """The program of an example that may run, None for one that was refused as it must be."""
     if example.error is None:
-        return fz.trace(example.run, *args)
+        return fz.functions.trace(example.run, *args)
     if example.error == "view":  # eager refuses it too, and cleanly
         with pytest.raises(RuntimeError):
             example.run(*example.make_args())
     with pytest.raises(REFUSALS[example.error]) as refused:
-        fz.trace(example.run, *args)
+        fz.functions.trace(example.run, *args)
     if example.error != "exit":
         assert "<example>" in str(refused.value), f"no line in: {refused.value}"
     return None
@@ -80,7 +80,7 @@ def check_lowered(example: Example) -> None:
     """Assert that a lowered program leaves the same behind."""
     if example.error is not None or any(nbytes % 8 for nbytes, _ in example.storages):
         return
-    module = fz.trace(example.run, *example.make_args()).lower()
+    module = fz.functions.trace(example.run, *example.make_args()).lower()
     expected = outcome(example, example.run, 0)
     with torch.no_grad():
         actual = outcome(example, module, 0)

@@ -26,7 +26,7 @@ from tests.discharge.eager import same_as_eager
 from tests.laws.counting import SLACK, calls
 
 aten = torch.ops.aten
-R = fz.resize_storage_bytes_
+R = fz.functions.resize_storage_bytes_
 
 
 class Case(NamedTuple):
@@ -131,7 +131,7 @@ def traced(name: str, n: int, write: bool) -> tuple[Program, int]:
         return [part.mul_(2) for part in parts] and None if write else torch.cat(parts)
 
     x = torch.zeros(case.size(n))
-    number = calls(lambda: found.append(fz.trace(fn, x)))
+    number = calls(lambda: found.append(fz.functions.trace(fn, x)))
     return found[0], number
 
 
@@ -243,11 +243,11 @@ def test_substituted(name: str) -> None:
     size = CASES[name].size(6)
     given = torch.randn(size)
     want = resized(name)(empty(size), given)
-    functional = fz.functionalize_storage(resized(name))
+    functional = fz.functions.functionalize_storage(resized(name))
     with torch.no_grad():
         gm = make_fx(functional)(empty(size), given)
     assert len(lists_in(gm.graph)) == values_of(name)
-    for fn in (functional, gm, fz.aot_function(resized(name), nop)):
+    for fn in (functional, gm, fz.functions.aot_function(resized(name), nop)):
         p = empty(size)
         got = fn(p, given)
         assert p.untyped_storage().nbytes() == 0

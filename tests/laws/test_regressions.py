@@ -449,7 +449,7 @@ def test_undefined_bytes_under_a_view_that_was_written_in_part() -> None:
         return pair + 1
 
     with pytest.raises(UndefinedContentsError):
-        fz.trace(fn, z(8))
+        fz.functions.trace(fn, z(8))
 
 
 def test_gaps_of_a_strided_write_stay_undefined() -> None:
@@ -459,7 +459,7 @@ def test_gaps_of_a_strided_write_stay_undefined() -> None:
         return a + 1
 
     with pytest.raises(UndefinedContentsError):
-        fz.trace(fn, z(8))
+        fz.functions.trace(fn, z(8))
 
 
 @pytest.mark.parametrize(
@@ -475,7 +475,7 @@ def test_conjugate_of_undefined_bytes_that_is_read(use: Callable[[Tensor], Any])
         return use(torch.conj(c))
 
     with pytest.raises(UndefinedContentsError, match=r"reads `c` .* grown to 24 bytes"):
-        fz.trace(fn, z(3, dtype=torch.complex64))
+        fz.functions.trace(fn, z(3, dtype=torch.complex64))
 
 
 def test_resize_op_on_a_conjugate() -> None:
@@ -485,10 +485,10 @@ def test_resize_op_on_a_conjugate() -> None:
         R(torch.conj(c), 64)
 
     c = torch.view_as_complex(values(3, 2))
-    fz.trace(fn, c)(c)
+    fz.functions.trace(fn, c)(c)
     assert c.untyped_storage().nbytes() == 24
     with pytest.raises(EmptyStorageError):
-        fz.trace(fn, z(3, dtype=torch.complex64))
+        fz.functions.trace(fn, z(3, dtype=torch.complex64))
 
 
 def test_view_of_what_was_freed() -> None:
@@ -499,12 +499,12 @@ def test_view_of_what_was_freed() -> None:
         return a[2:]
 
     with pytest.raises(EmptyStorageError):
-        fz.trace(fn, values(8))
+        fz.functions.trace(fn, values(8))
 
 
 def test_view_past_the_end() -> None:
     with pytest.raises(OutOfBoundsError):
-        fz.trace(lambda a: a.as_strided((4,), (3,)) + 1, values(8))
+        fz.functions.trace(lambda a: a.as_strided((4,), (3,)) + 1, values(8))
 
 
 # -- identity --------------------------------------------------------------------------------------
@@ -517,7 +517,7 @@ def test_outputs_are_objects_of_their_own() -> None:
         b = a + 1
         return b, b, b.detach(), a, a.detach()
 
-    replay = fz.trace(fn, values(3))
+    replay = fz.functions.trace(fn, values(3))
     a = values(3)
     first, again, other, same, alias = replay(a)
     assert first is again and other is not first and other.data_ptr() == first.data_ptr()
@@ -528,7 +528,7 @@ def test_a_constant_is_not_the_callers_to_change() -> None:
     def fn(a: Tensor) -> Tensor:
         return torch.tensor([1.0, 2.0])[1:]
 
-    replay = fz.trace(fn, values(3))
+    replay = fz.functions.trace(fn, values(3))
     replay(values(3)).add_(5)
     assert replay(values(3)).item() == 2.0
 
@@ -542,7 +542,7 @@ def test_tensors_of_the_closure() -> None:
         outsider.add_(1)
         return a * outsider, outsider, outsider[1:]
 
-    replay = fz.trace(fn, torch.ones(4))
+    replay = fz.functions.trace(fn, torch.ones(4))
     assert torch.equal(outsider, start)
     product, same, part = replay(torch.ones(4))
     assert same is outsider and torch.equal(outsider, start + 1) and torch.equal(product, outsider)
@@ -556,9 +556,9 @@ def test_closure_and_argument_on_one_storage() -> None:
         a.add_(1)
         return outsider * 2
 
-    replay = fz.trace(fn, outsider[1:])
+    replay = fz.functions.trace(fn, outsider[1:])
     expected = outsider.clone()
     expected[1:] += 1
     assert torch.equal(replay(outsider[1:]), expected * 2)
-    with pytest.raises(fz.FunctionalizeError, match="no longer do"):
+    with pytest.raises(fz.errors.FunctionalizeError, match="no longer do"):
         replay(values(4)[1:])

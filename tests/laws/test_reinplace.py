@@ -21,7 +21,7 @@ def check(example: Example, pipeline: str) -> None:
     """Assert that the program after the passes leaves behind what eager does, whatever the inputs hold."""
     if example.error is not None:
         return
-    program = passes.run(fz.trace(example.run, *example.make_args()), pipeline)
+    program = passes.run(fz.functions.trace(example.run, *example.make_args()), pipeline)
     for seed in (0, 1):
         expected = outcome(example, example.run, seed)
         for e, a in zip(expected, outcome(example, program, seed), strict=True):
@@ -122,7 +122,7 @@ def check_lines(program: list[Line], returned: list[int]) -> int:
     except RuntimeError:  # a write to an expanded row
         return 0
     try:
-        traced = passes.run(fz.trace(fn, *make()), "default,reinplace")
+        traced = passes.run(fz.functions.trace(fn, *make()), "default,reinplace")
     except OverlappingMutationError:  # a list with an expanded row, which eager lets pass
         return 0
     assert passes.run(traced, "reinplace").print_readable(False) == traced.print_readable(False)

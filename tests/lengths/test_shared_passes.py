@@ -16,6 +16,7 @@ import functionalize as fz
 from functionalize import passes
 from functionalize.cost.liveness import Liveness
 from functionalize.passes.base import Pass
+from functionalize.passes.remove_noops import RemoveNoops
 from functionalize.program.known_inputs import KnownInputs
 from functionalize.step import pass_schedule
 from functionalize.templates.leaves import leaves_of
@@ -189,7 +190,7 @@ def test_what_a_pass_makes_for_all_sizes_is_verified(
         node.target = torch.ops.aten.mul_.Tensor
         return 1
 
-    monkeypatch.setattr(passes.RemoveNoops, "apply", apply)
+    monkeypatch.setattr(RemoveNoops, "apply", apply)
     pipeline = "remove_noops,verify"
     options: Any = {"dynamic": NEVER, "audit": False, "on_uncapturable": "eager"}
     captured = fz.capture(lambda x: x * 2, passes=pipeline, **options)
@@ -245,7 +246,7 @@ def test_integers_that_a_pass_computes_are_not_taken_for_constants(
             node.replace_all_uses_with(part, lambda user, part=part: user is not part)
         return 1
 
-    monkeypatch.setattr(passes.RemoveNoops, "apply", apply)
+    monkeypatch.setattr(RemoveNoops, "apply", apply)
     captured = fz.capture(lambda x: x * 2, passes="remove_noops", dynamic=NEVER, audit=False)
     for rows in [*EACH, 40, 41, 25]:
         assert torch.equal(captured(torch.ones(rows)), torch.full((rows,), 2.0))

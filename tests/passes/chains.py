@@ -65,7 +65,7 @@ def sliced(whole: Tensor, grads: Sequence[Tensor], world: int = 2) -> list[Tenso
 
 def traced(fn: Any, *args: Tensor, each: passes.Pass) -> tuple[int, fz.Program]:
     """The rewrites of one pass on `fn`, and the program after it; a second run finds nothing."""
-    after = passes.run(fz.trace(fn, *args), [each])
+    after = passes.run(fz.functions.trace(fn, *args), [each])
     again = passes.run(after, [each])
     assert count(again) == 0, again.history
     return count(after), after
@@ -86,7 +86,7 @@ def feature(name: str, pipeline: str) -> tuple[list[str], int, dict[str, int], l
 
 def same_bits(fn: Any, makes: Sequence[Tensor], pipeline: str) -> bool:
     """On a rank: whether `fn` gives the same bits before and after passes."""
-    before = fz.trace(fn, *makes)
+    before = fz.functions.trace(fn, *makes)
     after = passes.run(before, pipeline)
 
     def make() -> tuple[Tensor, ...]:

@@ -48,7 +48,7 @@ def rewrite(
 
     The second run must find nothing, and replay must give the same bits before and after.
     """
-    before = fz.trace(fn, *make())
+    before = fz.functions.trace(fn, *make())
     after = passes.run(before, [each])
     again = passes.run(after, [each])
     assert count(again) == 0, again.history

@@ -56,7 +56,7 @@ def weights(*rows: int, width: int = 8) -> list[Tensor]:
 
 def traced_step(layers: int = 3, **options: Any) -> fz.Program:
     """The program of a step of square layers, from each `sign` on in backward, until `x` is read again."""
-    program = fz.trace(step(**options), torch.ones(4, 8), *weights(*[4] * layers))
+    program = fz.functions.trace(step(**options), torch.ones(4, 8), *weights(*[4] * layers))
     phase = "forward"
     for node in program.graph_module.graph.nodes:
         if node.target in (aten.sign.default, aten.mul.Tensor):

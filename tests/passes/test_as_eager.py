@@ -25,7 +25,7 @@ def test_an_op_that_was_recorded_in_place_makes_no_memory() -> None:
         y.add_(1)
         return y + 3
 
-    graph = fz.trace(scaled, torch.ones(16)).graph_module.graph
+    graph = fz.functions.trace(scaled, torch.ones(16)).graph_module.graph
     assert len(Liveness(graph).storages) == 3
     live = live_as_eager(graph)
     assert [(s.nbytes, len(s.nodes)) for s in live.storages] == [(64, 2), (64, 1)]
@@ -36,7 +36,7 @@ def test_the_lists_of_an_optimizer_make_no_memory_either() -> None:
     def update(x: Tensor, y: Tensor, g: Tensor) -> None:
         torch._foreach_add_([x, y], [g, g], alpha=-0.1)
 
-    graph = fz.trace(update, *(torch.ones(4) for _ in range(3))).graph_module.graph
+    graph = fz.functions.trace(update, *(torch.ones(4) for _ in range(3))).graph_module.graph
     assert Liveness(graph).peak == 32
     assert live_as_eager(graph).peak == 0
 

@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from functionalize import passes
-from functionalize.passes import BucketGathers
+from functionalize.passes.bucket_gathers import BucketGathers
 from tests.fsdp.features import FEATURES
 from tests.passes.chains import aten, feature, functional, orders, traced, unshard
 from tests.passes.helpers import graph_text
@@ -122,7 +122,7 @@ def test_across_reductions():
 
 def test_on_a_graph_module():
     gm = make_fx(layer, tracing_mode="fake")(x, w, b)
-    assert passes.bucket_gathers(gm, [x, w, b], apart_kb=1) is gm
+    assert passes.on_graph_module("bucket_gathers{apart_kb=1}")(gm, [x, w, b]) is gm
     assert "all_gather_into_tensor_coalesced" in graph_text(gm)
 
 

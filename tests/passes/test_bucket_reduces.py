@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from functionalize import passes
-from functionalize.passes import BucketReduces
+from functionalize.passes.bucket_reduces import BucketReduces
 from functionalize.passes.patterns import collectives
 from tests.fsdp.features import FEATURES
 from tests.passes.chains import (
@@ -97,7 +97,7 @@ def test_on_a_graph_module():
         return [functional.wait_tensor(each) + 1 for each in done]
 
     gm = make_fx(fn, tracing_mode="fake")(w, b)
-    assert passes.bucket_reduces(gm, [w, b], mb=1) is gm
+    assert passes.on_graph_module("bucket_reduces{mb=1}")(gm, [w, b]) is gm
     assert graph_text(gm).count("= _c10d_functional.reduce_scatter") == 1
 
 

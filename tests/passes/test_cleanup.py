@@ -51,7 +51,7 @@ def _row(name: str) -> tuple[list[str], int, tuple[str, ...], list[int]]:
 
 
 def _tidied(fn, *args):
-    return passes.run(fz.trace(fn, *args), CLEANUP)
+    return passes.run(fz.functions.trace(fn, *args), CLEANUP)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)

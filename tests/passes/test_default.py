@@ -13,7 +13,7 @@ from functionalize.passes.base import INPLACE
 
 
 def traced(fn, *args):
-    return passes.run(fz.trace(fn, *args), "default")
+    return passes.run(fz.functions.trace(fn, *args), "default")
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)
@@ -23,7 +23,7 @@ def test_replay_is_eager(program):
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)
 def test_second_run_changes_nothing(program):
-    once = passes.run(fz.trace(program.fns[0], *program.make_args()), "cleanup")
+    once = passes.run(fz.functions.trace(program.fns[0], *program.make_args()), "cleanup")
     twice = passes.run(once, "cleanup")
     again = twice.history[len(once.history) :]
     assert [each.partition(": ")[2] for each in again] == ["0"] * len(passes.parse("cleanup")), (

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import functionalize as fz
 from examples.resize_program import values
 from functionalize import passes
-from functionalize.passes import DropDeadCode
+from functionalize.passes.drop_dead_code import DropDeadCode
 from tests.passes.helpers import graph_text, seen
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
@@ -17,7 +17,7 @@ aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
 def with_dead_code() -> fz.Program:
     """A program with ops that nobody uses, as passes leave behind."""
-    program = fz.trace(lambda x: (x * 2).sin() + torch.rand(4), values(4))
+    program = fz.functions.trace(lambda x: (x * 2).sin() + torch.rand(4), values(4))
     program.describe()
     graph = program.graph
     (end,) = graph.find_nodes(op="output")
@@ -53,13 +53,13 @@ def test_a_captured_program_has_none():
     def make():
         return (values(4),)
 
-    before = fz.trace(lambda x: (x.cos(), torch.rand(4), x.sin())[2], *make())
+    before = fz.functions.trace(lambda x: (x.cos(), torch.rand(4), x.sin())[2], *make())
     after = passes.run(before, [DropDeadCode()])
     assert after.history == ("drop_dead_code: 0",) and seen(after, make) == seen(before, make)
 
 
 def test_refuses_to_drop_inputs():
-    program = fz.trace(lambda x, y: x.sin(), values(4), values(4))
+    program = fz.functions.trace(lambda x, y: x.sin(), values(4), values(4))
     assert len(passes.run(program, [DropDeadCode()]).inputs) == len(program.inputs)
 
 
@@ -71,7 +71,7 @@ def test_refuses_what_writes_or_checks():
         return x.sin()
 
     gm = make_fx(body)(values(4).abs())
-    kept = graph_text(passes.drop_dead_code(gm, [values(4).abs()]))
+    kept = graph_text(passes.on_graph_module("drop_dead_code")(gm, [values(4).abs()]))
     assert "cos" not in kept and "add_" in kept and "_assert_async" in kept
     assert isinstance(gm, fx.GraphModule)
 

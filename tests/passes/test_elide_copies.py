@@ -11,7 +11,7 @@ import functionalize as fz
 from examples.programs import by_name
 from examples.resize_program import R, values, z
 from functionalize import passes
-from functionalize.passes import ElideCopies
+from functionalize.passes.elide_copies import ElideCopies
 from tests.passes.helpers import graph_text, rewrite
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ def elided(fn, *args: Tensor, parts: bool = False) -> tuple[int, fz.Program]:
 def test_fires_on_refilled_parameters(expect, name):
     program = by_name(name)
     n, after = rewrite(program.fn, program.make_args, ElideCopies())
-    before = fz.trace(program.fn, *program.make_args())
+    before = fz.functions.trace(program.fn, *program.make_args())
     expect(
         name, f"{before.print_readable(False)}-- {after.history[0]}\n{after.print_readable(False)}"
     )
@@ -94,7 +94,7 @@ def test_fires_on_views_that_change_nothing():
     def views(x):
         return x.view(4).expand(4).detach() * 2
 
-    gm = passes.elide_copies(make_fx(views)(values(4)))
+    gm = passes.on_graph_module("elide_copies")(make_fx(views)(values(4)))
     assert graph_text(gm).splitlines()[1] == "    mul = aten.mul.Tensor(x_1, 2)"
 
 
@@ -130,7 +130,7 @@ def test_fires_on_a_split_into_one_part():
 
 def test_fires_on_the_argument_of_a_collective():
     gm = _collective()
-    passes.elide_copies(gm, [values(4)])
+    passes.on_graph_module("elide_copies")(gm, [values(4)])
     assert graph_text(gm).splitlines()[1:3] == [
         "    all_reduce_default = _c10d_functional.all_reduce.default(x, 'sum', '0')",
         "    wait_tensor_default = _c10d_functional.wait_tensor.default(all_reduce_default)",
@@ -280,17 +280,17 @@ def test_refuses_what_is_indexed_by_absolute_position():
 
     gm = make_fx(window)(values(64))
     before = graph_text(gm)
-    assert graph_text(passes.elide_copies(gm)) == before
+    assert graph_text(passes.on_graph_module("elide_copies")(gm)) == before
 
 
 def test_fires_on_what_is_indexed_by_the_same_position():
     gm = make_fx(lambda x: (x * 2).clone().as_strided((2, 2), (1, 2), 3).sin())(values(64))
-    assert "clone" not in graph_text(passes.elide_copies(gm))
+    assert "clone" not in graph_text(passes.on_graph_module("elide_copies")(gm))
 
 
 def test_refuses_an_input_of_a_bare_graph_that_may_begin_anywhere():
     gm = make_fx(lambda x: x.clone().as_strided((2, 2), (1, 2), 3).sin())(values(64))
-    assert "clone" in graph_text(passes.elide_copies(gm))
+    assert "clone" in graph_text(passes.on_graph_module("elide_copies")(gm))
 
 
 def test_random_ops_draw_the_same():
@@ -315,7 +315,7 @@ def _collective() -> fx.GraphModule:
 
 
 def test_refuses_a_copy_of_what_wait_tensor_gave_back():
-    gm = passes.elide_copies(_collective(), [values(4)])
+    gm = passes.on_graph_module("elide_copies")(_collective(), [values(4)])
     assert graph_text(gm).splitlines()[-1] == "    return (wait_tensor_default, clone_default_1)"
 
 
@@ -327,13 +327,13 @@ def test_refuses_what_an_op_writes():
 
     gm = make_fx(body)(values(4))
     before = graph_text(gm)
-    assert graph_text(passes.elide_copies(gm)) == before
+    assert graph_text(passes.on_graph_module("elide_copies")(gm)) == before
 
 
 def test_refuses_symbolic_sizes():
     gm = make_fx(lambda x: x.clone().sin(), tracing_mode="symbolic")(values(4))
     before = graph_text(gm)
-    assert graph_text(passes.elide_copies(gm)) == before
+    assert graph_text(passes.on_graph_module("elide_copies")(gm)) == before
 
 
 # -- graph modules ---------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ def test_refuses_symbolic_sizes():
 def test_graph_module_is_rewritten_in_place():
     x = values(4)
     gm = make_fx(lambda x: (x.clone().sin(), x.clone()))(x)
-    assert passes.elide_copies(gm) is gm
+    assert passes.on_graph_module("elide_copies")(gm) is gm
     assert graph_text(gm).splitlines()[1:] == [
         "    sin = aten.sin.default(x_1)",
         "    clone_1 = aten.clone.default(x_1)",
@@ -352,6 +352,6 @@ def test_graph_module_is_rewritten_in_place():
 
 
 def test_graph_module_of_trace():
-    program = fz.trace(lambda x: x.clone().sin(), values(4))
-    gm = passes.elide_copies(program.copy().graph_module)
+    program = fz.functions.trace(lambda x: x.clone().sin(), values(4))
+    gm = passes.on_graph_module("elide_copies")(program.copy().graph_module)
     assert [n.target for n in gm.graph.nodes if n.op == "call_function"] == [aten.sin.default]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
+import importlib
 import pickle
-from dataclasses import dataclass, fields
+import re
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
@@ -18,8 +19,10 @@ from functionalize import passes
 from functionalize._compat.fakes import FakeTensor
 from functionalize.errors import InvariantError, PassError
 from functionalize.ir.generators import GET_STATE
-from functionalize.passes import ElideCopies, Pass, Verify
+from functionalize.passes import Pass
+from functionalize.passes.elide_copies import ElideCopies
 from functionalize.passes.metadata import set_value
+from functionalize.passes.verify import Verify
 from functionalize.program.program import Program
 
 aten = torch.ops.aten
@@ -54,7 +57,7 @@ class Break(Pass):
 
 
 def program() -> fz.Program:
-    return fz.trace(lambda x: x.clone().sin(), values(4))
+    return fz.functions.trace(lambda x: x.clone().sin(), values(4))
 
 
 def test_history_and_stage():
@@ -126,7 +129,7 @@ def draws(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_a_pass_that_reads_a_generator_elsewhere_is_named() -> None:
-    recorded = fz.trace(draws, torch.ones(2))
+    recorded = fz.functions.trace(draws, torch.ones(2))
     assert passes.run(recorded, "default").history
     with pytest.raises(InvariantError, match="`reads_late` moved, added or removed random ops, or"):
         passes.run(recorded, [ReadsLate()])
@@ -154,7 +157,7 @@ def test_an_error_of_a_pass_propagates():
 # -- graph modules ---------------------------------------------------------------------------------
 
 
-def test_adapter_has_the_form_of_a_graph_pass():
+def test_passes_on_a_graph_module_have_the_form_of_a_graph_pass():
     gm = make_fx(lambda x: x.clone().sin())(values(4))
     each = passes.on_graph_module(ElideCopies())
     assert each.__name__ == "elide_copies"
@@ -162,23 +165,20 @@ def test_adapter_has_the_form_of_a_graph_pass():
     assert [n.name for n in gm.graph.nodes] == ["x_1", "sin", "output"]
 
 
-def test_a_pass_as_a_function_has_the_options_of_the_pass():
-    others = {
-        "partition",
-        "recompute_views",
-        "reinplace",
-        "verify",
-    }  # no functions, or other options
+def test_passes_on_a_graph_module_are_one_several_or_a_text():
+    text = "elide_copies{parts=true},verify"
+    each = passes.on_graph_module(text)
+    assert each == passes.on_graph_module(passes.parse(text)) == pickle.loads(pickle.dumps(each))
+    assert each.__name__ == text
+    with pytest.raises(PassError, match="`elide_copies` accepts a program at stage FUNCTIONAL"):
+        passes.on_graph_module([Rename(), ElideCopies()])
+
+
+def test_the_class_of_a_pass_stands_in_the_module_of_its_name():
     for name, kind in passes.PASSES.items():
-        if name not in others:
-            function = getattr(passes, name)
-            (gm, inputs, *options) = inspect.signature(function).parameters.values()
-            assert (gm.name, inputs.name, inputs.default) == ("gm", "example_inputs", None)
-            assert all(each.kind is each.KEYWORD_ONLY for each in options)
-            own = [(each.name, each.default) for each in fields(kind)]
-            assert [(each.name, each.default) for each in options] == own
-            assert function.__doc__.startswith("`gm` itself")
-            assert pickle.loads(pickle.dumps(function)) is function
+        module = importlib.import_module(f"functionalize.passes.{name}")
+        assert getattr(module, kind.__name__) is kind
+        assert re.sub(r"(?<!^)([A-Z])", r"_\1", kind.__name__).lower() == name
 
 
 def test_adapter_needs_fake_values():
@@ -187,12 +187,12 @@ def test_adapter_needs_fake_values():
     graph.output((graph.call_function(aten.sin.default, (x,)),))
     gm = fx.GraphModule(torch.nn.Module(), graph)
     with pytest.raises(PassError) as error:
-        passes.elide_copies(gm)
+        passes.on_graph_module("elide_copies")(gm)
     assert str(error.value) == (
         "`x` has no fake value in its `meta['val']`, and a pass decides by size, stride and "
         "memory: give example_inputs"
     )
-    passes.elide_copies(gm, [values(4)])
+    passes.on_graph_module("elide_copies")(gm, [values(4)])
     assert all("val" in n.meta for n in gm.graph.nodes if n.op != "output")
 
 

@@ -15,8 +15,8 @@ import functionalize as fz
 from examples.resize_program import values
 from functionalize import passes
 from functionalize.cost.liveness import Liveness
-from functionalize.passes import DropDeadCode, MergeDuplicates
-from functionalize.passes.merge_duplicates import Numbers
+from functionalize.passes.drop_dead_code import DropDeadCode
+from functionalize.passes.merge_duplicates import MergeDuplicates, Numbers
 from tests.passes.helpers import count, graph_text, rewrite
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
@@ -28,7 +28,7 @@ def merged(fn, *args: Tensor, held: int | None = 0) -> tuple[int, fz.Program]:
     def fresh() -> tuple[Tensor, ...]:
         return tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in args)
 
-    before = fz.trace(fn, *args)
+    before = fz.functions.trace(fn, *args)
     n, after = rewrite(fn, fresh, MergeDuplicates(held))
     if held == 0:
         assert Liveness(after.graph).peak <= Liveness(passes.run(before, []).graph).peak
@@ -47,7 +47,7 @@ def _mixed(x, w):
 
 def test_fires(expect):
     args = values(4, 6), values(4, 6)
-    before = fz.trace(_mixed, *args)
+    before = fz.functions.trace(_mixed, *args)
     n, after = merged(_mixed, *args)
     assert n
     expect(
@@ -87,7 +87,7 @@ def test_views_are_equal_if_they_look_the_same():
 
     gm, x = make_fx(body)(values(4, 6)), values(4, 6)
     expected = gm(x)
-    passes.merge_duplicates(gm)
+    passes.on_graph_module("merge_duplicates")(gm)
     assert torch.equal(gm(x), expected)
     assert graph_text(gm).splitlines()[3:-1] == [
         "    slice_1 = aten.slice.Tensor(view, 0, 6, 12)",
@@ -102,7 +102,7 @@ def test_metadata_is_that_of_the_memory_that_is_left():
         return torch.ops.aten._unsafe_view(g, (24,)) * g.view(24) * h.view(24)
 
     gm = make_fx(fn)(values(4, 6))
-    passes.merge_duplicates(gm)
+    passes.on_graph_module("merge_duplicates")(gm)
     keys = {
         n.meta["val"].untyped_storage()._cdata
         for n in gm.graph.nodes
@@ -135,7 +135,7 @@ def test_a_recomputation_stays_one():
         return out, *torch.autograd.grad(out, (x, w))
 
     x, w = values(8, 8).requires_grad_(), values(8, 8).requires_grad_()
-    before = fz.trace(joint, x, w)
+    before = fz.functions.trace(joint, x, w)
     assert before.print_readable(False).count("aten.relu") == 2
     after = passes.run(before, [MergeDuplicates()])
     assert after.print_readable(False).count("aten.relu") == 2
@@ -204,7 +204,7 @@ def test_refuses_collectives_and_waits():
         *[(functional.all_reduce.default, "sum", "0")] * 2, *[(functional.wait_tensor.default,)] * 2
     )
     before = graph_text(gm)
-    assert graph_text(passes.merge_duplicates(gm, [values(4)])) == before
+    assert graph_text(passes.on_graph_module("merge_duplicates")(gm, [values(4)])) == before
 
 
 def test_refuses_ops_of_other_libraries_and_what_writes():
@@ -213,10 +213,10 @@ def test_refuses_ops_of_other_libraries_and_what_writes():
         library.impl("noise", lambda x: x + 1, "CompositeExplicitAutograd")
         op = torch.ops.merged_test.noise.default
         before = graph_text(gm := _graph((op,), (op,)))
-        assert graph_text(passes.merge_duplicates(gm, [values(4)])) == before
+        assert graph_text(passes.on_graph_module("merge_duplicates")(gm, [values(4)])) == before
     written = make_fx(lambda x: x.sin() + x.add_(1) + x.sin())(values(4))
     before = graph_text(written)
-    assert graph_text(passes.merge_duplicates(written)) == before
+    assert graph_text(passes.on_graph_module("merge_duplicates")(written)) == before
 
 
 def test_refuses_arguments_that_it_does_not_know():

@@ -12,8 +12,7 @@ from torch import Tensor, fx, nn
 
 import functionalize as fz
 from functionalize import passes
-from functionalize.passes import NarrowMasks
-from functionalize.passes.narrow_masks import _PARTS
+from functionalize.passes.narrow_masks import _PARTS, NarrowMasks
 from tests.passes.helpers import graph_text, rewrite
 from tests.steps import make_step
 
@@ -130,7 +129,7 @@ def test_what_is_read_stays(read: tuple[int, ...], mask: list[bool]) -> None:
     gm = graph_of(aten.native_layer_norm_backward.default, args, read)
     tensors = [a for a in args if isinstance(a, Tensor)]
     before = gm(*tensors)
-    passes.narrow_masks(gm, tensors)
+    passes.on_graph_module("narrow_masks")(gm, tensors)
     assert str(mask) in graph_text(gm)
     assert all(torch.equal(a, b) for a, b in zip(before, gm(*tensors), strict=True))
 

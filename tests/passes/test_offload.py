@@ -16,9 +16,8 @@ from functionalize._compat.fakes import FakeTensorMode
 from functionalize.cost.decide.saved import forwards, saved_values
 from functionalize.cost.liveness import Liveness
 from functionalize.errors import PassError
-from functionalize.passes import Offload
 from functionalize.passes.metadata import set_value
-from functionalize.passes.offload import Journeys, send
+from functionalize.passes.offload import Journeys, Offload, send
 from tests.passes.helpers import count, seen
 
 aten = torch.ops.aten
@@ -41,7 +40,7 @@ def gradients(x: Tensor, *given: Tensor) -> list[Tensor]:
 
 def on_cuda(fn, *args: Tensor) -> fz.Program:
     """The program of `fn` as it would be on a GPU: autograd cannot run there on fakes, fake values can."""
-    program = fz.trace(fn, *args)
+    program = fz.functions.trace(fn, *args)
     program.describe()
     cuda = torch.device("cuda", 0)
     program.inputs = tuple(replace(spec, device=cuda) for spec in program.inputs)
@@ -118,7 +117,7 @@ def test_a_budget_sends_what_is_needed_last():
 
 def test_the_bits_are_those_that_left():
     """On the host the same rewrite copies from the host to the host, which a replay can run."""
-    before = fz.trace(gradients, *inputs())
+    before = fz.functions.trace(gradients, *inputs())
     before.describe()
     after = before.copy()
     live = Liveness(after.graph)
@@ -140,7 +139,7 @@ def test_a_replay_on_a_gpu_is_bitwise_the_same_in_less_memory():
         x, *ws = inputs("cuda")
         return (x.repeat(4096, 1), *ws)
 
-    before = fz.trace(gradients, *wide())
+    before = fz.functions.trace(gradients, *wide())
     after = passes.run(before, "offload")
     assert count(after) > 0
     peaks = []
@@ -166,7 +165,7 @@ def refused(before: fz.Program, each: Offload = ALL) -> None:
 
 
 def test_refuses_a_program_on_the_host():
-    refused(fz.trace(gradients, *inputs()))
+    refused(fz.functions.trace(gradients, *inputs()))
 
 
 def test_refuses_what_is_small():
@@ -221,7 +220,7 @@ def test_refuses_a_graph_without_phases():
     for node in gm.graph.nodes:
         node.meta.pop("phase", None)
     before = gm.code
-    assert passes.offload(gm, min_mb=0.0) is gm
+    assert passes.on_graph_module("offload{min_mb=0.0}")(gm) is gm
     assert gm.code == before
 
 
@@ -230,5 +229,5 @@ def test_options():
     assert passes.parse(text) == (Offload(4.0, 2000.0, 10),)
     assert passes.pipeline_text(passes.parse(text)) == text
     with pytest.raises(PassError) as error:
-        passes.run(fz.trace(gradients, *inputs()), [Offload(ahead=-1)])
+        passes.run(fz.functions.trace(gradients, *inputs()), [Offload(ahead=-1)])
     assert_expected_inline(str(error.value), """`offload`: ahead is at least 0, not -1""")

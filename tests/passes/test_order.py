@@ -16,7 +16,7 @@ from functionalize import passes
 from functionalize._compat.distributed import fake_process_group
 from functionalize.errors import PassError
 from functionalize.ir.phases import in_backward
-from functionalize.passes import Order
+from functionalize.passes.order import Order
 from functionalize.passes.patterns import WAIT, is_collective
 from functionalize.program.collective_order import sequences
 from tests.passes import experts
@@ -145,7 +145,7 @@ def test_an_order_by_hand_is_kept_and_is_what_the_pass_finds() -> None:
 
 def test_on_a_graph_module(program: fz.Program) -> None:
     gm = passes.run(program, "verify").graph_module
-    assert passes.order(gm, first=ALL_TO_ALL) is gm
+    assert passes.on_graph_module(Order(first=ALL_TO_ALL))(gm) is gm
     assert beside(passes.run(program, "order{first=all_to_all}")) == [0, 2, 0, 2]
 
 
@@ -189,7 +189,7 @@ def test_random_ops_keep_their_order(program: fz.Program) -> None:
 
 def test_a_program_without_such_a_collective_stays(program: fz.Program) -> None:
     assert ordered(program, first=("all_reduce",))[0] == 0
-    assert ordered(fz.trace(torch.sin, torch.ones(3)), first=ALL_TO_ALL)[0] == 0
+    assert ordered(fz.functions.trace(torch.sin, torch.ones(3)), first=ALL_TO_ALL)[0] == 0
 
 
 def test_refuses_wrong_options() -> None:

@@ -68,7 +68,7 @@ def bits(found: list[Tensor]) -> list[list[int]]:
 
 
 def test_fires_on_a_joint_program(expect):
-    program = fz.trace(joint, *primals(), values(4, 8))
+    program = fz.functions.trace(joint, *primals(), values(4, 8))
     parts = Partitioned.of(program)
     expect("joint", look(parts))
     assert program.stage == "FUNCTIONAL" and parts.program.stage == "PARTITIONED"
@@ -81,7 +81,7 @@ def test_one_value_is_told_in_the_singular():
         y = (x * 2).sin()
         return y, *torch.autograd.grad(y, [x], tangent)
 
-    parts = Partitioned.of(fz.trace(fn, values(4).requires_grad_(), values(4, seed=1)))
+    parts = Partitioned.of(fz.functions.trace(fn, values(4).requires_grad_(), values(4, seed=1)))
     assert str(parts).startswith("saved for backward: 1 value, 16 bytes\n")
 
 
@@ -101,14 +101,14 @@ def test_fires_on_a_step_with_its_optimizer(expect):
 
 def test_the_program_replays_as_before():
     args = *primals(), values(4, 8)
-    before = fz.trace(joint, *args)
+    before = fz.functions.trace(joint, *args)
     after = passes.run(before, "partition,verify")
     assert after.history[0].startswith("partition: ")
     assert bits(list(after(*args))) == bits(list(before(*args)))
 
 
 def test_what_moves_or_is_taken_again_is_of_the_phase_it_is_in():
-    after = passes.run(fz.trace(joint, *primals(), values(4, 8)), "partition")
+    after = passes.run(fz.functions.trace(joint, *primals(), values(4, 8)), "partition")
     late = [n for n in after.graph.nodes if n.meta.get("partitioner_tag") == "is_backward"]
     assert late and all(phase_of(n) != FORWARD for n in late)
     early = [n for n in after.graph.nodes if n.meta.get("partitioner_tag") == "is_forward"]
@@ -116,7 +116,7 @@ def test_what_moves_or_is_taken_again_is_of_the_phase_it_is_in():
 
 
 def test_a_second_run_is_refused():
-    after = passes.run(fz.trace(joint, *primals(), values(4, 8)), "partition")
+    after = passes.run(fz.functions.trace(joint, *primals(), values(4, 8)), "partition")
     with pytest.raises(PassError) as error:
         passes.run(after, "partition")
     assert (
@@ -128,7 +128,7 @@ def test_a_second_run_is_refused():
 
 def test_a_wait_stays_with_its_collective():
     def program() -> fz.Program:
-        traced = fz.trace(joint, *primals(), values(4, 8))
+        traced = fz.functions.trace(joint, *primals(), values(4, 8))
         traced.describe()
         graph = traced.graph
         mm = graph.find_nodes(op="call_function", target=aten.mm.default)[0]
@@ -157,7 +157,7 @@ def test_a_wait_stays_with_its_collective():
 
 
 def test_as_function_gives_the_gradients_of_eager():
-    function = Partitioned.of(fz.trace(joint, *primals(), values(4, 8))).as_function()
+    function = Partitioned.of(fz.functions.trace(joint, *primals(), values(4, 8))).as_function()
     for scale in (1.0, 2.0):
         mine, eager = primals(), primals()
         (net(*eager) * scale).sum().backward()
@@ -181,7 +181,9 @@ def test_as_function_takes_none_gradients_and_expanded_tangents():
             values(4, 8, seed=2),
         ]
 
-    function = Partitioned.of(fz.trace(both, *args(), values(4, 8), values(1).sum())).as_function()
+    function = Partitioned.of(
+        fz.functions.trace(both, *args(), values(4, 8), values(1).sum())
+    ).as_function()
     mine, eager = args(), args()
     for fn, given in ((function, mine), (two, eager)):
         out, total = fn(*given)
@@ -193,7 +195,7 @@ def test_as_function_takes_none_gradients_and_expanded_tangents():
 def test_as_function_trains_a_module():
     weight, other = nn.Parameter(values(6, 8)), nn.Parameter(values(6, 8))
     bias = values(6, seed=2)
-    function = Partitioned.of(fz.trace(joint, *primals(), values(4, 8))).as_function()
+    function = Partitioned.of(fz.functions.trace(joint, *primals(), values(4, 8))).as_function()
     for i in range(3):
         x = values(4, 8, seed=i)
         for fn, p in ((function, weight), (net, other)):
@@ -233,14 +235,14 @@ CONTRACTS = {
 @pytest.mark.parametrize("fn", CONTRACTS, ids=lambda fn: fn.__name__.strip("_"))
 def test_as_function_refuses(fn):
     args = [values(4).requires_grad_(), values(4, seed=1).abs()][: fn.__code__.co_argcount]
-    parts = Partitioned.of(fz.trace(fn, *args))
+    parts = Partitioned.of(fz.functions.trace(fn, *args))
     with pytest.raises(PassError) as error:
         parts.as_function()
     assert str(error.value) == CONTRACTS[fn]
 
 
 def test_as_function_refuses_numbers_and_what_is_no_argument():
-    parts = Partitioned.of(fz.trace(joint, *primals(), values(4, 8)))
+    parts = Partitioned.of(fz.functions.trace(joint, *primals(), values(4, 8)))
     program = parts.program
     program.value_guards = (ValueGuard(0, 1.0, "here"),)
     with pytest.raises(PassError) as error:
@@ -257,7 +259,7 @@ def test_as_function_refuses_numbers_and_what_is_no_argument():
 
 
 def test_as_function_refuses_gradients_that_are_neither_tensor_nor_none():
-    program = fz.trace(joint, *primals(), values(4, 8))
+    program = fz.functions.trace(joint, *primals(), values(4, 8))
     parts = Partitioned.of(program)
     parts.program.outputs = (*program.outputs[:3], Constant(1))
     with pytest.raises(PassError) as error:
@@ -269,7 +271,7 @@ def test_as_function_refuses_gradients_that_are_neither_tensor_nor_none():
 
 
 def test_refuses_a_graph_that_returns_a_constant():
-    program = passes.run(fz.trace(joint, *primals(), values(4, 8)), "partition")
+    program = passes.run(fz.functions.trace(joint, *primals(), values(4, 8)), "partition")
     (output,) = program.graph.find_nodes(op="output")
     output.args = ((*output.args[0], 3),)
     with pytest.raises(PassError) as error:
@@ -284,7 +286,7 @@ def test_refuses_a_graph_that_returns_a_constant():
 
 def test_refuses_a_program_without_a_backward():
     with pytest.raises(PassError) as error:
-        passes.run(fz.trace(lambda x: x.sin(), values(4)), "partition")
+        passes.run(fz.functions.trace(lambda x: x.sin(), values(4)), "partition")
     assert str(error.value) == (
         "nothing in this program ran in a backward, so there is no boundary to partition it at: capture or trace a "
         "function that calls `backward()` or `torch.autograd.grad`"
@@ -297,7 +299,9 @@ def test_refuses_microbatches():
         return first + torch.autograd.grad((x * 2 @ w).relu().sum(), (w,))[0]
 
     with pytest.raises(PassError) as error:
-        passes.run(fz.trace(step, values(4, 8), values(8, 8).requires_grad_()), "partition")
+        passes.run(
+            fz.functions.trace(step, values(4, 8), values(8, 8).requires_grad_()), "partition"
+        )
     assert str(error.value) == (
         "`mul` runs in a forward after `expand` ran in a backward: forwards and backwards alternate, as with several "
         "microbatches, and there is no one boundary to partition at; partition a step with one forward and one backward"
@@ -305,7 +309,7 @@ def test_refuses_microbatches():
 
 
 def test_refuses_a_later_stage():
-    program = passes.run(fz.trace(joint, *primals(), values(4, 8)), "partition")
+    program = passes.run(fz.functions.trace(joint, *primals(), values(4, 8)), "partition")
     program.stage = "INPLACE"
     with pytest.raises(PassError) as error:
         Partitioned.of(program)

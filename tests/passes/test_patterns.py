@@ -19,7 +19,7 @@ w, b = torch.ones(6, 8), torch.ones(6)
 
 
 def graph_of(fn: Any, *args: torch.Tensor) -> fx.Graph:
-    return fz.trace(fn, *args).graph_module.graph
+    return fz.functions.trace(fn, *args).graph_module.graph
 
 
 def names(nodes: Any) -> list[str | None]:

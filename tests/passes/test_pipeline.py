@@ -9,21 +9,16 @@ import pytest
 
 from functionalize import passes
 from functionalize.errors import PassError
-from functionalize.passes import (
-    DropDeadCode,
-    ElideCopies,
-    FoldViews,
-    MergeDuplicates,
-    Pass,
-    RecomputeViews,
-    Reinplace,
-    RemoveNoops,
-    ScheduleMemory,
-    Verify,
-    parse,
-    pipeline,
-    pipeline_text,
-)
+from functionalize.passes import Pass, parse, pipeline, pipeline_text
+from functionalize.passes.drop_dead_code import DropDeadCode
+from functionalize.passes.elide_copies import ElideCopies
+from functionalize.passes.fold_views import FoldViews
+from functionalize.passes.merge_duplicates import MergeDuplicates
+from functionalize.passes.recompute_views import RecomputeViews
+from functionalize.passes.reinplace import Reinplace
+from functionalize.passes.remove_noops import RemoveNoops
+from functionalize.passes.schedule_memory import ScheduleMemory
+from functionalize.passes.verify import Verify
 
 CLEANUP = (RemoveNoops(), ElideCopies(), FoldViews(), MergeDuplicates(), DropDeadCode())
 

@@ -10,8 +10,8 @@ import torch
 import functionalize as fz
 from functionalize import passes
 from functionalize.errors import PassError
-from functionalize.passes import Prefetch
 from functionalize.passes.patterns import WAIT, is_collective
+from functionalize.passes.prefetch import Prefetch
 from functionalize.program.collective_order import sequences
 from tests.passes.chains import aten, feature, functional, reduce, unshard
 from tests.passes.helpers import count
@@ -79,7 +79,7 @@ def test_a_reduce_is_issued_when_its_gradients_are_there():
         (shard,) = reduce(x)
         return y, shard + 1
 
-    program = fz.trace(fn, torch.ones(8, 8), torch.ones(8, 8))
+    program = fz.functions.trace(fn, torch.ones(8, 8), torch.ones(8, 8))
     assert order(program) == "* * * r0 v0"
     n, after = prefetched(program)
     assert (n, order(after)) == (1, "r0 * * * v0")
@@ -90,7 +90,7 @@ def test_waits_move_down():
         whole = functional.wait_tensor(functional.all_reduce(a, "sum", "0"))
         return b @ b, whole + 1
 
-    program = fz.trace(fn, torch.ones(8, 8), torch.ones(8, 8))
+    program = fz.functions.trace(fn, torch.ones(8, 8), torch.ones(8, 8))
     program.describe()
     (wait,) = program.graph.find_nodes(op="call_function", target=WAIT)
     wait.all_input_nodes[0].append(wait)
@@ -106,7 +106,7 @@ def test_so_many_reduces_are_under_way():
             shards += reduce(a)
         return [shard + 1 for shard in shards]
 
-    program = fz.trace(fn, torch.ones(8, 8), torch.ones(8, 8))
+    program = fz.functions.trace(fn, torch.ones(8, 8), torch.ones(8, 8))
     assert order(prefetched(program)[1]) == "* r0 * r1 * r2 v0 v1 v2"
     assert order(prefetched(program, reduces=2)[1]) == "* r0 * r1 * v0 r2 v1 v2"
     _, after = prefetched(program, reduces=1)
@@ -119,7 +119,7 @@ def test_so_many_reduces_are_under_way():
 
 def test_on_a_graph_module():
     gm = traced_step(2, twice=True).graph_module
-    assert passes.prefetch(gm) is gm
+    assert passes.on_graph_module("prefetch")(gm) is gm
 
 
 # -- budgets ---------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_refuses_to_pass_what_shards_are_computed_from():
         y = a @ unshard(b)[0]
         return unshard((y @ y) @ c)[0] + 1
 
-    program = fz.trace(fn, torch.ones(8, 8), torch.ones(4, 8), torch.ones(8, 8))
+    program = fz.functions.trace(fn, torch.ones(8, 8), torch.ones(4, 8), torch.ones(8, 8))
     assert order(program) == "g0 w0 * * * g1 w1"
     assert prefetched(program)[0] == 0
 
@@ -172,7 +172,7 @@ def test_refuses_to_pass_what_it_does_not_know():
         total = functional.wait_tensor(functional.all_reduce(y, "sum", "0"))
         return total @ unshard(c)[0]
 
-    program = fz.trace(fn, torch.ones(8, 8), torch.ones(4, 8), torch.ones(4, 8))
+    program = fz.functions.trace(fn, torch.ones(8, 8), torch.ones(4, 8), torch.ones(4, 8))
     for reorder in (True, False):
         found = order(prefetched(program, reorder=reorder)[1])
         assert found == "g0 w0 * r0 g1 w1 v0 *"

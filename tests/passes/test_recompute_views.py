@@ -26,7 +26,8 @@ import functionalize as fz
 from examples.resize_program import R, leaf, refill_parameter, values, z
 from functionalize import passes
 from functionalize.errors import PassError
-from functionalize.passes import RecomputeViews, partition, partitioner
+from functionalize.passes import partitioner
+from functionalize.passes.recompute_views import RecomputeViews, partition
 from tests.passes.helpers import count, graph_text
 
 BASES = ("min_cut", "default")
@@ -69,15 +70,15 @@ def run(gm: torch.fx.GraphModule) -> list[Tensor]:
 def test_fires(expect):
     gm = joint()
     before, results = graph_text(gm), run(gm)
-    assert passes.recompute_views(gm, outputs=1) is gm
+    assert passes.on_graph_module("recompute_views{outputs=1}")(gm) is gm
     expect("joint", f"{before}\n--\n{graph_text(gm)}")
     assert all(map(torch.equal, run(gm), results))
 
 
 def test_second_run_changes_nothing():
-    gm = passes.recompute_views(joint(), outputs=1)
+    gm = passes.on_graph_module("recompute_views{outputs=1}")(joint())
     text = graph_text(gm)
-    assert graph_text(passes.recompute_views(gm, outputs=1)) == text
+    assert graph_text(passes.on_graph_module("recompute_views{outputs=1}")(gm)) == text
     assert RecomputeViews(outputs=1).apply(passes.graph_modules.program_of(gm)) == 0
 
 
@@ -97,8 +98,9 @@ def test_a_view_that_forward_reads_stays_there_too(expect):
 def test_refuses_inputs_that_are_not_named():
     gm = joint()
     text = graph_text(gm)
-    assert graph_text(passes.recompute_views(gm, outputs=1, emptied=["primals_1"])) == text
-    assert graph_text(passes.recompute_views(gm, outputs=1, emptied=[1])) != text
+    for emptied, is_same in (("primals_1", True), ("primals_2", False)):
+        each = passes.on_graph_module(RecomputeViews(outputs=1, emptied=(emptied,)))
+        assert (graph_text(each(gm)) == text) is is_same
 
 
 def test_refuses_what_is_no_view():
@@ -108,14 +110,14 @@ def test_refuses_what_is_no_view():
 
     gm = joint(cast)
     text = graph_text(gm)
-    assert graph_text(passes.recompute_views(gm, outputs=1)) == text
+    assert graph_text(passes.on_graph_module("recompute_views{outputs=1}")(gm)) == text
 
 
 def test_refuses_a_graph_without_backward():
     def fn(x, w):
         return x @ w.t()
 
-    program = fz.trace(fn, values(3, 4), values(5, 4))
+    program = fz.functions.trace(fn, values(3, 4), values(5, 4))
     assert count(passes.run(program, [RecomputeViews()])) == 0
     assert count(passes.run(program, [RecomputeViews(outputs=1)])) == 0
 
@@ -126,7 +128,7 @@ def test_joint_program_through_run():
         return x @ (buf.t() + wt), t @ wt.relu().t()
 
     args = values(3, 4), values(5, 4), values(5, 4), values(3, 5)
-    program = fz.trace(step, *args)
+    program = fz.functions.trace(step, *args)
     after = passes.run(program, "recompute_views{outputs=1}")
     assert after.history == ("recompute_views{outputs=1}: 1",)
     assert count(passes.run(after, "recompute_views{outputs=1}")) == 0
@@ -139,7 +141,7 @@ def test_each_half_has_its_own_split():
         return x @ a.t(), t[:, :2] @ a, t[:, 2:] @ b
 
     args = values(3, 4), values(5, 4), values(3, 5)
-    program = fz.trace(step, *args)
+    program = fz.functions.trace(step, *args)
     after = passes.run(program, "recompute_views{outputs=1}")
     splits = [p.graph.find_nodes(op="call_function", target=SPLIT) for p in (program, after)]
     assert [len(nodes) for nodes in splits] == [1, 2]
@@ -150,9 +152,9 @@ def test_each_half_has_its_own_split():
 def test_unknown_placeholder():
     message = r"no placeholder 'w'; there are primals_1, primals_2, primals_3, tangents_1"
     with pytest.raises(PassError, match=message):
-        passes.recompute_views(joint(), emptied=["w"])
+        passes.on_graph_module("recompute_views{emptied=w}")(joint())
     with pytest.raises(PassError, match="no placeholder 9;"):
-        passes.recompute_views(joint(), emptied=[9])
+        partition(joint(), [], num_fwd_outputs=1, emptied=[9])
 
 
 def test_unknown_partitioner():
@@ -258,7 +260,11 @@ def test_parameter_is_saved_not_its_parts(base):
     want = steps(freed_in_parts, leaf(5, 4, seed=2))
     assert all(map(torch.equal, got, want))
     assert all(
-        map(torch.equal, steps(fz.aot_function(freed_in_parts, nop), leaf(5, 4, seed=2)), want)
+        map(
+            torch.equal,
+            steps(fz.functions.aot_function(freed_in_parts, nop), leaf(5, 4, seed=2)),
+            want,
+        )
     )
     forward, backward = split.texts
     assert forward.count("split_with_sizes.default") <= 1

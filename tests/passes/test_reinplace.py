@@ -89,7 +89,7 @@ def test_an_element_that_must_stay_is_cloned():
         b.copy_(new[1])
         return new[2] * old
 
-    before = passes.run(fz.trace(fn, *four()), "elide_copies")
+    before = passes.run(fz.functions.trace(fn, *four()), "elide_copies")
     program = passes.run(before, "reinplace")
     found = program.print_readable(False)
     assert "clone = aten.clone.default(c)" in found
@@ -102,7 +102,7 @@ def test_a_value_may_be_copied_elsewhere_too():
         w.add_(g)
         mean.copy_(w)
 
-    program = rewrite(fn, four, passes.Reinplace())[1]
+    program = rewrite(fn, four, Reinplace())[1]
     assert program.writes == (0,)
     (copy,) = program.epilogue
     assert isinstance(copy, Copy)
@@ -137,7 +137,7 @@ def test_an_old_value_that_is_read_later():
         w.copy_(new)
         return out
 
-    traced = fz.trace(fn, *four())
+    traced = fz.functions.trace(fn, *four())
     assert passes.run(traced, "default,reinplace").writes == ()
 
 
@@ -147,7 +147,7 @@ def test_an_old_value_that_another_input_gets():
         a.add_(1)
         b.copy_(old)
 
-    assert passes.run(fz.trace(fn, *four()), IN_PLACE).writes == (0,)  # it is cloned
+    assert passes.run(fz.functions.trace(fn, *four()), IN_PLACE).writes == (0,)  # it is cloned
 
     def swap(a: Tensor, b: Tensor, *rest: Tensor) -> None:
         c = a + 1
@@ -200,7 +200,7 @@ def test_inputs_on_one_storage():
 def test_an_input_that_is_resized():
     def fn(a: Tensor, b: Tensor, *rest: Tensor) -> None:
         b.add_(1)
-        fz.resize_storage_bytes_(b, 128)
+        fz.functions.resize_storage_bytes_(b, 128)
 
     assert "resize_storage_bytes_(b, 128)" in refused(fn)
 
@@ -219,7 +219,9 @@ def test_a_new_value_that_the_caller_is_given():
         w.copy_(new)
         return new
 
-    assert "copy_(w, add)" in passes.run(fz.trace(fn, *four()), IN_PLACE).print_readable(False)
+    assert "copy_(w, add)" in passes.run(fz.functions.trace(fn, *four()), IN_PLACE).print_readable(
+        False
+    )
 
 
 def test_a_result_of_another_dtype():
@@ -246,7 +248,7 @@ def test_a_list_whose_clones_cost_more():
         a.copy_(new[0])
         return new[1] * old[0] + new[2] * old[1]
 
-    program = passes.run(fz.trace(fn, *four()), IN_PLACE)
+    program = passes.run(fz.functions.trace(fn, *four()), IN_PLACE)
     assert program.writes == ()
     assert "_foreach_add.List" in program.print_readable(False)
 
@@ -420,7 +422,7 @@ def test_a_guard_that_fails_changes_nothing() -> None:
 
 
 def test_versions_count_what_is_written() -> None:
-    program = passes.run(fz.trace(momentum, *four()), "reinplace")
+    program = passes.run(fz.functions.trace(momentum, *four()), "reinplace")
     args = four()
     program(*args)
     assert [t._version for t in args] == [1, 2, 0, 0]  # as in eager
@@ -428,7 +430,7 @@ def test_versions_count_what_is_written() -> None:
 
 
 def test_an_op_that_fails_before_the_commit_changes_nothing() -> None:
-    program = passes.run(fz.trace(momentum, *four()), "reinplace")
+    program = passes.run(fz.functions.trace(momentum, *four()), "reinplace")
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
     early = next(i for i, n in enumerate(nodes) if is_commit(n))
     for at in range(len(nodes) - 1):
@@ -465,7 +467,7 @@ def test_a_fault_in_a_replay_before_its_commit() -> None:
 
 
 def test_lowered() -> None:
-    program = passes.run(fz.trace(adam, *four()), "reinplace")
+    program = passes.run(fz.functions.trace(adam, *four()), "reinplace")
     mine, theirs = four(), four()
     module = program.lower()
     assert not any(is_commit(n) for n in module.graph.nodes)
@@ -476,7 +478,7 @@ def test_lowered() -> None:
 
 
 def test_saved_and_loaded(tmp_path) -> None:
-    program = passes.run(fz.trace(adam, *four()), "reinplace")
+    program = passes.run(fz.functions.trace(adam, *four()), "reinplace")
     program.save(tmp_path / "adam.fzp")
     loaded = fz.load(tmp_path / "adam.fzp")
     assert loaded.stage == "INPLACE"
@@ -489,7 +491,7 @@ def test_saved_and_loaded(tmp_path) -> None:
 
 
 def test_interpreted() -> None:
-    program = passes.run(fz.trace(adam, *four()), "reinplace")
+    program = passes.run(fz.functions.trace(adam, *four()), "reinplace")
     program.runner = None
     mine, theirs = four(), four()
     assert torch.equal(program(*mine), adam(*theirs))
@@ -498,7 +500,7 @@ def test_interpreted() -> None:
 
 def test_a_pass_on_pure_graphs_refuses_it() -> None:
     with pytest.raises(PassError, match="accepts a program at stage FUNCTIONAL, this one is at"):
-        passes.run(fz.trace(adam, *four()), "reinplace,elide_copies")
+        passes.run(fz.functions.trace(adam, *four()), "reinplace,elide_copies")
 
 
 def test_time_is_linear() -> None:
@@ -508,7 +510,7 @@ def test_time_is_linear() -> None:
                 w.add_(g)
             return w * 1
 
-        program = fz.trace(fn, torch.zeros(2), torch.ones(2))
+        program = fz.functions.trace(fn, torch.zeros(2), torch.ones(2))
         program.describe()
         return program
 

@@ -17,7 +17,7 @@ from functionalize import passes
 from functionalize.cost.liveness import Liveness
 from functionalize.errors import PassError
 from functionalize.ir.generators import is_random
-from functionalize.passes import Remat
+from functionalize.passes.remat import Remat
 from tests.fsdp.twins import Verdict, compare_twins
 from tests.passes.helpers import count, rewrite, seen
 from tests.ranks import run_on_ranks
@@ -62,12 +62,12 @@ def random_ops(program: fz.Program) -> list[str]:
 def test_fires_on_every_layer(expect):
     n, after = rewrite(gradients, inputs, Remat())
     assert n
-    assert peak_mb(after) < 0.8 * peak_mb(fz.trace(gradients, *inputs()))
+    assert peak_mb(after) < 0.8 * peak_mb(fz.functions.trace(gradients, *inputs()))
     expect("every_layer", after.print_readable(False))
 
 
 def test_a_dropout_keeps_its_mask(expect):
-    before = fz.trace(with_dropout, *inputs())
+    before = fz.functions.trace(with_dropout, *inputs())
     n, after = rewrite(with_dropout, inputs, Remat())
     assert n
     assert random_ops(after) == random_ops(before)
@@ -77,7 +77,7 @@ def test_a_dropout_keeps_its_mask(expect):
 def test_every_microbatch_has_its_own_backward():
     n, after = rewrite(microbatches, inputs, Remat())
     assert n
-    assert peak_mb(after) < peak_mb(fz.trace(microbatches, *inputs()))
+    assert peak_mb(after) < peak_mb(fz.functions.trace(microbatches, *inputs()))
 
 
 def test_chosen_layers_only():
@@ -87,7 +87,7 @@ def test_chosen_layers_only():
 
 
 def test_a_budget_is_met_with_the_least_recomputation():
-    before = fz.trace(gradients, *inputs())
+    before = fz.functions.trace(gradients, *inputs())
     everything, lowest = rewrite(gradients, inputs, Remat())
     budget = (peak_mb(before) + peak_mb(lowest)) / 2
     n, after = rewrite(gradients, inputs, Remat("budget", budget_mb=budget))
@@ -115,7 +115,7 @@ def test_options_as_text():
 def refused(fn, make=inputs, each: Remat | None = None) -> None:
     n, after = rewrite(fn, make, each or Remat())
     assert n == 0
-    assert after.print_readable(False) == fz.trace(fn, *make()).print_readable(False)
+    assert after.print_readable(False) == fz.functions.trace(fn, *make()).print_readable(False)
 
 
 def test_refuses_a_budget_that_is_kept():
@@ -156,26 +156,26 @@ def test_refuses_to_draw_again():
 
 
 def test_refuses_a_graph_without_phases():
-    gm = fz.trace(gradients, *inputs()).graph_module
+    gm = fz.functions.trace(gradients, *inputs()).graph_module
     for node in gm.graph.nodes:
         node.meta.pop("phase", None)
     before = gm.code
-    assert passes.remat(gm) is gm
+    assert passes.on_graph_module("remat")(gm) is gm
     assert gm.code == before
 
 
 def test_a_graph_module_with_phases():
-    gm = fz.trace(gradients, *inputs()).graph_module
+    gm = fz.functions.trace(gradients, *inputs()).graph_module
     expected = gm(*inputs())
     assert "gelu_6" not in gm.code
-    passes.remat(gm)
+    passes.on_graph_module("remat")(gm)
     assert "gelu_6" in gm.code
     assert all(torch.equal(a, b) for a, b in zip(gm(*inputs()), expected, strict=True))
 
 
 def message(each: Remat) -> str:
     with pytest.raises(PassError) as error:
-        passes.run(fz.trace(gradients, *inputs()), [each])
+        passes.run(fz.functions.trace(gradients, *inputs()), [each])
     return str(error.value)
 
 

@@ -14,9 +14,9 @@ from functionalize.cost.decide.ordering import Schedule, Uses
 from functionalize.cost.liveness import Liveness
 from functionalize.errors import PassError
 from functionalize.ir.phases import phase_of
-from functionalize.passes import Reshard
 from functionalize.passes.overlap import scratch_in
 from functionalize.passes.patterns import gathers
+from functionalize.passes.reshard import Reshard
 from tests.fsdp import steps
 from tests.fsdp.features import FEATURES
 from tests.fsdp.models import Net, wrapped
@@ -80,7 +80,7 @@ def test_a_gather_that_nobody_reads_goes():
         unshard(w)
         return read
 
-    program = fz.trace(fn, torch.ones(4, 8))
+    program = fz.functions.trace(fn, torch.ones(4, 8))
     n, after = resharded(program)
     assert (n, len(gathers(after.graph))) == (1, 1)
 
@@ -91,13 +91,13 @@ def test_a_part_that_only_the_later_gather_reads():
         both = unshard(w, b)
         return first.sum(), both[0] + 1, both[1] + 1
 
-    n, after = resharded(fz.trace(fn, torch.ones(4, 8), torch.ones(4)))
+    n, after = resharded(fz.functions.trace(fn, torch.ones(4, 8), torch.ones(4)))
     assert (n, len(gathers(after.graph))) == (1, 1)
 
 
 def test_on_a_graph_module():
     gm = traced_step(2, twice=True).graph_module
-    assert passes.reshard(gm) is gm
+    assert passes.on_graph_module("reshard")(gm) is gm
     assert len(gathers(gm.graph)) == 2
 
 
@@ -166,7 +166,7 @@ def test_refuses_another_cast():
     def fn(w):
         return unshard(w.half().float())[0].sum() + unshard(w)[0].sum()
 
-    assert resharded(fz.trace(fn, torch.ones(4, 8)))[0] == 0
+    assert resharded(fz.functions.trace(fn, torch.ones(4, 8)))[0] == 0
 
 
 def test_refuses_other_pieces_ranks_and_groups():
@@ -177,14 +177,14 @@ def test_refuses_other_pieces_ranks_and_groups():
         group, _ = unshard(w, b, group="1")
         return [t.sum() for t in (one, other, ranks, group)]
 
-    assert resharded(fz.trace(fn, torch.ones(4, 8), torch.ones(4, 8)))[0] == 0
+    assert resharded(fz.functions.trace(fn, torch.ones(4, 8), torch.ones(4, 8)))[0] == 0
 
 
 def test_refuses_what_the_caller_is_handed():
     def fn(w):
         return unshard(w)[0], unshard(w)[0]
 
-    assert resharded(fz.trace(fn, torch.ones(4, 8)))[0] == 0
+    assert resharded(fz.functions.trace(fn, torch.ones(4, 8)))[0] == 0
     before = traced_step(1, twice=False)
     (part,) = (p for g in gathers(before.graph) for p in g.parts if p is not None)
     (output,) = before.graph.find_nodes(op="output")
@@ -199,7 +199,7 @@ def test_refuses_unknown_readers():
         whole = functional.wait_tensor(functional.all_gather_into_tensor(cat, 2, "0"))
         return whole.sum(), unshard(w, b)[0].sum()
 
-    assert resharded(fz.trace(fn, torch.ones(4, 8), torch.ones(4)))[0] == 0
+    assert resharded(fz.functions.trace(fn, torch.ones(4, 8), torch.ones(4)))[0] == 0
 
 
 def test_refuses_wrong_options():

@@ -15,8 +15,8 @@ from functionalize import passes
 from functionalize.cost.decide.ordering import Constraints, Schedule, Uses
 from functionalize.cost.liveness import Liveness
 from functionalize.ir.commit import commit, is_commit
-from functionalize.passes import ScheduleMemory
 from functionalize.passes.metadata import set_value
+from functionalize.passes.schedule_memory import ScheduleMemory
 from tests.laws.counting import SLACK, calls
 from tests.passes.chains import feature, reduce, traced, unshard
 from tests.passes.helpers import rewrite
@@ -40,7 +40,7 @@ def names(program: fz.Program) -> list[str]:
 
 def both(fn: Callable[..., Any]) -> tuple[int, fz.Program, fz.Program]:
     """The nodes that moved in `fn`, and its programs before and after; checked by `rewrite`."""
-    before = fz.trace(fn, *four())
+    before = fz.functions.trace(fn, *four())
     before.describe()
     moved, after = rewrite(fn, four, ScheduleMemory())
     return moved, before, after
@@ -101,7 +101,7 @@ def two_layers(a, b, x, y):
 
 def test_collectives_are_waited_for_at_once(expect):
     args = four()
-    before = fz.trace(two_layers, *args)
+    before = fz.functions.trace(two_layers, *args)
     before.describe()
     moved, after = traced(two_layers, *args, each=ScheduleMemory(overlap=False))
     assert moved and peak(after) < peak(before)
@@ -155,7 +155,7 @@ def test_a_gather_waits_for_memory_that_its_backend_needs(middle):
         (grad,) = reduce(middle(big).view(4, 8, 8).sum(0))
         return whole.sum(), grad
 
-    before = passes.run(fz.trace(f, *four()), "reinplace")
+    before = passes.run(fz.functions.trace(f, *four()), "reinplace")
     after = passes.run(before, "schedule_memory{overlap=false}")
     assert names(before).index("all_gather_into_tensor") < names(before).index("sum_1")
     assert names(after).index("all_gather_into_tensor") > names(after).index("sum_1")
@@ -223,7 +223,7 @@ def test_writes_stay_in_place_and_nothing_passes_the_commit():
     place = {n: i for i, n in enumerate(before)}
     (wall,) = [n for n in before if is_commit(n)]
     expected = gm(torch.ones(16, 16), torch.full((16, 16), 2.0))
-    passes.schedule_memory(gm)
+    passes.on_graph_module("schedule_memory")(gm)
     after = list(gm.graph.nodes)
     assert after != before
     assert set(after[: after.index(wall)]) == set(before[: place[wall]])
@@ -251,7 +251,7 @@ def test_an_orders_peak_is_what_liveness_finds_for_it(sweep):
         early = (c @ d).t()
         return (one * two).sum() + early.sum(), torch.cat([b, c]).relu()
 
-    program = fz.trace(f, *four())
+    program = fz.functions.trace(f, *four())
     program.describe()
     live = Liveness(program.graph)
     now = Schedule(Uses.among(live), range(len(live.nodes)))

@@ -77,7 +77,7 @@ class Trainer:
 
 def write_files(folder: Path) -> None:
     """The two files that are changed."""
-    fz.trace(computed, *arguments()).save(folder / "program.fzp")
+    fz.functions.trace(computed, *arguments()).save(folder / "program.fzp")
     trainer = Trainer()
     step = fz.capture(trainer.step)
     for i in range(4):
@@ -399,7 +399,7 @@ def large(folder: Path, nbytes: int, start: int) -> None:
     """Load and call a program whose constant has that many bytes."""
     path = folder / "large.fzp"
     x = torch.ones(3, 4)
-    fz.trace(lambda x: x + torch.tensor(np.zeros(nbytes // 8))[:4], x).save(path)
+    fz.functions.trace(lambda x: x + torch.tensor(np.zeros(nbytes // 8))[:4], x).save(path)
     tried("program", folder / "program.fzp")
     with bounded(unpacked(path)):
         assert fz.load(path)(x).equal(x.double())

@@ -340,7 +340,7 @@ def test_a_custom_op_is_called_if_its_namespace_is_allowed(tmp_path: Path) -> No
         return x * 2
 
     twice.register_fake(torch.empty_like)
-    fz.trace(lambda x: twice(x) + 1, torch.ones(2)).save(tmp_path / "op.fzp")
+    fz.functions.trace(lambda x: twice(x) + 1, torch.ones(2)).save(tmp_path / "op.fzp")
     said = refused(tmp_path / "op.fzp")
     assert said.startswith("names the op tests_files.twice.default")
     assert said.endswith("import it and pass `ops=['tests_files']` to `load`")
@@ -392,7 +392,7 @@ class Computes:
 def test_a_type_of_the_user_is_handed_over(tmp_path: Path) -> None:
     for kind, out in ((Batch, lambda x: Batch(x * 2, 1.5)), (Pair, lambda x: Pair(x, x + 1))):
         path = tmp_path / f"{kind.__name__}.fzp"
-        fz.trace(out, torch.ones(2)).save(path)
+        fz.functions.trace(out, torch.ones(2)).save(path)
         said = refused(path)
         assert said.startswith(f"needs the type {kind.__name__} of the module {__name__}, which")
         assert said.endswith(f"import it and pass `types=[{kind.__name__}]` to `load`")
@@ -571,7 +571,7 @@ def test_constants_keep_their_bits_their_strides_and_their_storage(tmp_path: Pat
         return x + base, x.t() * base.t(), base.t(), torch.tensor([1 + 2j]), torch.tensor([True])
 
     x = torch.ones(2, 3)
-    program = fz.trace(fn, x)
+    program = fz.functions.trace(fn, x)
     program.save(tmp_path / "c.fzp")
     loaded = fz.load(tmp_path / "c.fzp")
     assert hostile.digest(loaded(x)) == hostile.digest(program(x)) == hostile.digest(fn(x))

@@ -167,7 +167,7 @@ def refused(body: Body, match: str) -> Tensor:
 def test_singular_values_by_another_name_are_refused() -> None:
     refused(lambda x: svdvals(x), r"frees its singular or eigenvectors unread at .*svdvals")
     with pytest.raises(UncapturableError, match=r"torch\.linalg\.svdvals"):
-        fz.trace(lambda x: svdvals(x), batches()[0])
+        fz.functions.trace(lambda x: svdvals(x), batches()[0])
 
 
 def test_a_product_by_another_name_is_refused() -> None:
@@ -236,7 +236,7 @@ def test_the_gradient_of_a_product_by_unknown_ops_is_refused() -> None:
 def test_the_gradient_of_what_fills_a_mask_is_refused_on_fakes() -> None:
     body = gradient_of(lambda v: torch.ones(5, 5).masked_fill(torch.eye(5) > 0, v.sum()))
     with pytest.raises(UnsupportedOpError, match="the gradient of a tensor that `masked_fill`"):
-        fz.trace(body, batches()[0])
+        fz.functions.trace(body, batches()[0])
 
 
 # -- every op --------------------------------------------------------------------------------------

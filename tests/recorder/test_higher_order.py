@@ -242,4 +242,6 @@ def test_the_call_after_the_recorded_one_raises() -> None:
 
 def test_a_trace_refuses_higher_order_ops() -> None:
     with pytest.raises(UnsupportedOpError, match="higher-order op `cond`"):
-        fz.trace(lambda x: torch.cond(x.sum() > 0, F.relu, torch.sin, (x,)), torch.ones(2))
+        fz.functions.trace(
+            lambda x: torch.cond(x.sum() > 0, F.relu, torch.sin, (x,)), torch.ones(2)
+        )

@@ -71,8 +71,8 @@ def test_no_function_is_in_two_groups() -> None:
 
 def test_a_trace_replaces_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(3, 3)
-    fz.trace(of_four_ops, x)
-    found = replaced_during(monkeypatch, lambda: fz.trace(of_four_ops, x))
+    fz.functions.trace(of_four_ops, x)
+    found = replaced_during(monkeypatch, lambda: fz.functions.trace(of_four_ops, x))
     assert set(found) == {"engine", "generators", "checks"}
     assert sum(found.values()) <= 60
 
@@ -98,7 +98,7 @@ def test_what_a_script_replaced_meanwhile_is_called(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
     """The replacements of the last recording are kept; not where something else stands in their place."""
-    fz.trace(of_four_ops, torch.randn(3, 3))
+    fz.functions.trace(of_four_ops, torch.randn(3, 3))
     original, calls = getattr(owner, name), []
 
     def own(*args: Any) -> Any:
@@ -113,7 +113,7 @@ def test_what_a_script_replaced_meanwhile_is_called(
     for replacement in (own, original, own):
         calls.clear()
         monkeypatch.setattr(owner, name, replacement)
-        fz.trace(program, torch.randn(3, 3))
+        fz.functions.trace(program, torch.randn(3, 3))
         assert getattr(owner, name) is replacement
         if name == "matmul":
             assert bool(calls) == (replacement is own)

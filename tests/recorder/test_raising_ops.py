@@ -85,11 +85,11 @@ def test_a_check_of_something_else_is_refused_by_name() -> None:
 
 def test_a_trace_refuses_assertions() -> None:
     with pytest.raises(UnsupportedOpError, match="asserts by data"):
-        fz.trace(asserted, torch.ones(3, 3))
+        fz.functions.trace(asserted, torch.ones(3, 3))
 
 
 def test_a_trace_keeps_the_check() -> None:
-    program = fz.trace(torch.linalg.inv, torch.eye(3))
+    program = fz.functions.trace(torch.linalg.inv, torch.eye(3))
     assert "check_errors=True" in program.print_readable(print_output=False)
     with pytest.raises(torch.linalg.LinAlgError):
         program(torch.zeros(3, 3))

@@ -367,7 +367,7 @@ def test_a_capture_inside_a_capture_records_what_the_inner_one_does() -> None:
 @pytest.mark.parametrize("step", [seeded, forked, drawn_twice, seeded_last])
 def test_trace_leaves_the_generators_alone_and_the_program_sets_them(step: Step) -> None:
     before = torch.get_rng_state()
-    program = fz.trace(step, batch(0))
+    program = fz.functions.trace(step, batch(0))
     assert torch.equal(torch.get_rng_state(), before)
     expected, after = step(batch(1)), torch.get_rng_state()
     torch.set_rng_state(before)
@@ -381,7 +381,7 @@ def test_trace_leaves_the_generators_alone_and_the_program_sets_them(step: Step)
 
 def test_trace_refuses_what_no_program_can_repeat() -> None:
     with pytest.raises(UncapturableError, match=r"torch.seed\(\) is called inside the step at "):
-        fz.trace(lambda x: (torch.seed(), x + torch.rand(6))[1], batch(0))
+        fz.functions.trace(lambda x: (torch.seed(), x + torch.rand(6))[1], batch(0))
 
 
 def test_cuda_functions_name_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,7 +402,7 @@ def test_cuda_functions_name_their_device(monkeypatch: pytest.MonkeyPatch) -> No
         torch.manual_seed(5)
         return x + states[0].size(0)
 
-    graph = fz.trace(step, batch(0)).graph
+    graph = fz.functions.trace(step, batch(0)).graph
     calls = [(n.target, n.args) for n in graph.nodes if n.op == "call_function"]
     first, last = (torch.device("cuda", i) for i in (1, 3))
     got = [n for n in graph.nodes if n.target is GET_STATE]

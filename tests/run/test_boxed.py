@@ -110,7 +110,7 @@ def parts(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def test_slices_of_every_form() -> None:
-    program = fz.trace(parts, X)
+    program = fz.functions.trace(parts, X)
     for mine, its in zip(program(X), parts(X), strict=True):
         assert torch.equal(mine, its)
 
@@ -124,7 +124,7 @@ class Counting(torch.overrides.TorchFunctionMode):
 
 
 def test_a_function_mode_of_the_caller_does_not_see_the_ops_of_a_replay() -> None:
-    program = fz.trace(lambda x: aten.relu.default(x), X)
+    program = fz.functions.trace(lambda x: aten.relu.default(x), X)
     with Counting() as mode:
         result = program(X)
     assert mode.seen == 0

@@ -109,7 +109,7 @@ def test_there_is_a_recording_for_each_rate() -> None:
 
 def test_results_share_memory_with_each_other_only() -> None:
     device = StandIn()
-    program = fz.trace(step, torch.ones(2, 3), torch.ones(3, 3))
+    program = fz.functions.trace(step, torch.ones(2, 3), torch.ones(3, 3))
     program.runner = lambda p: Recordings(p, Device("cpu", (), device.record))
     x, w = torch.ones(2, 3), torch.ones(3, 3)
     program(x, w), program(x, w)
@@ -123,7 +123,7 @@ def test_results_share_memory_with_each_other_only() -> None:
 def test_in_place_a_commit_comes_before_each_launch() -> None:
     device = StandIn()
     seen: list[tuple[Any, int]] = []
-    program = passes.run(fz.trace(step, torch.ones(2, 3), torch.ones(3, 3)), "reinplace")
+    program = passes.run(fz.functions.trace(step, torch.ones(2, 3), torch.ones(3, 3)), "reinplace")
     assert program.stage == "INPLACE" and program.writes == (1,)
     run = Recordings(program, Device("cpu", (), device.record))
     x, w = torch.ones(2, 3), torch.ones(3, 3)
@@ -141,7 +141,9 @@ def test_in_place_a_commit_comes_before_each_launch() -> None:
 
 
 def test_a_step_that_is_recorded_again_and_again_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    run = Recordings(fz.trace(lambda x: x + 1, torch.ones(2)), Device("cpu", (), StandIn().record))
+    run = Recordings(
+        fz.functions.trace(lambda x: x + 1, torch.ones(2)), Device("cpu", (), StandIn().record)
+    )
     run._arguments, run._fixed = [], [0]  # as if the argument were a parameter that always moves
     tensors = [torch.ones(2) for _ in range(17)]
     for tensor in tensors:
@@ -195,7 +197,7 @@ def test_a_launch_draws_the_random_numbers_of_eager(pipeline: str) -> None:
 
 
 def test_recording_runs_nothing_and_a_launch_reads_its_static_copies() -> None:
-    program = passes.run(fz.trace(step, torch.ones(2, 3), torch.ones(3, 3)), "reinplace")
+    program = passes.run(fz.functions.trace(step, torch.ones(2, 3), torch.ones(3, 3)), "reinplace")
     run = cudagraphs(program, Device("cpu", ()))
     x, w = torch.ones(2, 3), torch.ones(3, 3)
     run([x, w])
@@ -216,7 +218,7 @@ def test_recording_runs_nothing_and_a_launch_reads_its_static_copies() -> None:
 
 
 def test_a_recording_that_fails_changes_nothing() -> None:
-    program = passes.run(fz.trace(step, torch.ones(2, 3), torch.ones(3, 3)), "reinplace")
+    program = passes.run(fz.functions.trace(step, torch.ones(2, 3), torch.ones(3, 3)), "reinplace")
     run = cudagraphs(program, Device("cpu", ()))
     x, w = torch.ones(2, 3), torch.ones(3, 3)
     run([x, w])
@@ -292,7 +294,9 @@ def _captured(fn: Callable[..., Any], *args: Any) -> fz.Program:
 
 
 def test_what_is_on_the_other_device_is_told_once() -> None:
-    program = fz.trace(lambda x: (torch.ones(2, device="cpu").sin() + 1).cos(), torch.ones(3))
+    program = fz.functions.trace(
+        lambda x: (torch.ones(2, device="cpu").sin() + 1).cos(), torch.ones(3)
+    )
     program.describe()
     program.inputs = ()
     (reason,) = reasons(_without_inputs(program), "cuda", ("nccl",))
@@ -309,10 +313,10 @@ def _without_inputs(program: fz.Program) -> fz.Program:
 def test_a_storage_that_is_freed_is_told() -> None:
     def fn(x: Tensor) -> Tensor:
         y = x + 1
-        fz.resize_storage_bytes_(x, 0)
+        fz.functions.resize_storage_bytes_(x, 0)
         return y
 
-    program = fz.trace(fn, torch.ones(3))
+    program = fz.functions.trace(fn, torch.ones(3))
     program.describe()
     assert reasons(program, "cpu", ()) == ["`x` is grown or freed at the end of every step"]
 

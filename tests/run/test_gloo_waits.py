@@ -68,7 +68,7 @@ def replays(which: str, separate: bool, how: str) -> tuple[list[str], int, bool]
     fn = {"overlapped": overlapped, "coalesced": coalesced}[which]
     group, other = names(separate)
     x = torch.arange(8.0) + dist.get_rank()
-    program = fz.trace(fn, x, group, other)
+    program = fz.functions.trace(fn, x, group, other)
     program.describe()
     # The waits of the graph stand at its end, as passes that look for overlap put them.
     end = program.graph.output_node()
@@ -150,7 +150,7 @@ def left_running(how: str) -> tuple[list[str], int]:
         OPS.all_reduce.default(x, "sum", group)
         return x + 1
 
-    program = fz.trace(fn, torch.ones(4))
+    program = fz.functions.trace(fn, torch.ones(4))
     program.runner = {"boxed": boxed, "interpreter": None}[how]
     for wait in program.graph.find_nodes(op="call_function", target=WAIT):
         program.graph.erase_node(wait)

@@ -129,7 +129,7 @@ def placed() -> tuple[int, int]:
 
 @needs_compiler
 def test_a_program_is_saved_with_its_runner(tmp_path: Path) -> None:
-    program = fz.trace(lambda x: (x.sin() + 1).exp() * 2, torch.randn(8))
+    program = fz.functions.trace(lambda x: (x.sin() + 1).exp() * 2, torch.randn(8))
     program.runner = inductor.inductor
     program.save(tmp_path / "p.fzp")
     loaded = fz.load(tmp_path / "p.fzp")
@@ -229,5 +229,5 @@ def test_an_unknown_name_is_told_before_anything_runs() -> None:
 
 
 def test_errors_are_ours() -> None:
-    assert issubclass(CompileError, fz.FunctionalizeError)
+    assert issubclass(CompileError, fz.errors.FunctionalizeError)
     assert not issubclass(CompileError, UncapturableError)

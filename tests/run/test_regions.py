@@ -25,7 +25,7 @@ def layers(count: int) -> fz.Program:
             x = x + F.gelu(F.layer_norm(x, (8,)) @ a).mul(2).sin() @ b
         return torch.autograd.grad(x.square().mean(), ws)
 
-    program = fz.trace(step, x, *ws)
+    program = fz.functions.trace(step, x, *ws)
     program.describe()
     return program
 
@@ -55,7 +55,7 @@ def test_a_stretch_without_repeats_is_cut_where_little_is_live() -> None:
             x = (x + i).sin() * x.size(0) ** i
         return x
 
-    program = fz.trace(fn, torch.randn(3))
+    program = fz.functions.trace(fn, torch.randn(3))
     program.describe()
     regions = regions_of(program.graph, everything, 1, 20)
     assert all(len(region.nodes) <= 20 for region in regions)
@@ -68,7 +68,7 @@ def test_regions_end_at_what_is_not_accepted_and_return_what_is_read() -> None:
         c = torch.cumsum(a, 0)
         return b * 2 + c, b.cos() + a
 
-    program = fz.trace(fn, torch.randn(4))
+    program = fz.functions.trace(fn, torch.randn(4))
     program.describe()
 
     def accepts(node: fx.Node) -> bool:
@@ -84,7 +84,7 @@ def test_regions_end_at_what_is_not_accepted_and_return_what_is_read() -> None:
 
 def test_names_and_offsets_make_no_kinds_and_strides_and_numbers_do() -> None:
     def text(fn: Callable[[Tensor], Any], x: Tensor) -> str:
-        program = fz.trace(fn, x)
+        program = fz.functions.trace(fn, x)
         program.describe()
         (region,) = regions_of(program.graph, lambda n: not is_view(n), 1, 100)
         return canonical(region, {})[0]
@@ -104,7 +104,7 @@ def test_ops_on_temporaries_are_undone_and_those_on_inputs_are_not() -> None:
         w.mul_(0.5)
         return torch.relu(x.sin() + 1) * 2
 
-    program = passes.run(fz.trace(fn, torch.randn(4), torch.randn(4)), "reinplace")
+    program = passes.run(fz.functions.trace(fn, torch.randn(4), torch.randn(4)), "reinplace")
     program.describe()
     found = {str(node.target): str(target) for node, target in undone(program).items()}
     assert found == {
@@ -118,7 +118,7 @@ def test_an_op_stays_in_place_where_the_old_name_is_read_after_it() -> None:
     def fn(x: Tensor) -> Tensor:
         return x.sin() * (x.sin() + 1)
 
-    program = passes.run(fz.trace(fn, torch.randn(3)), "reinplace")
+    program = passes.run(fz.functions.trace(fn, torch.randn(3)), "reinplace")
     program.describe()
     (add,) = [n for n in undone(program) if "add_" in str(n.target)]
     (mul,) = add.users
@@ -128,6 +128,6 @@ def test_an_op_stays_in_place_where_the_old_name_is_read_after_it() -> None:
 
 @pytest.mark.parametrize("stage", ["FUNCTIONAL", "PARTITIONED"])
 def test_other_stages_have_nothing_to_undo(stage: str) -> None:
-    program = fz.trace(lambda x: x.sin(), torch.randn(3))
+    program = fz.functions.trace(lambda x: x.sin(), torch.randn(3))
     program.stage = stage
     assert undone(program) == {}

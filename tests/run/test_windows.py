@@ -203,14 +203,14 @@ class Compared(fx.Interpreter):
 
 @pytest.mark.parametrize("function", [heads, normalised, train])
 def test_every_value_of_a_program_is_as_foretold(function: Callable[..., Tensor]) -> None:
-    program = fz.trace(function, *ARGUMENTS)
+    program = fz.functions.trace(function, *ARGUMENTS)
     assert len(windows(program).made) >= 2
     Compared(program).run(*ARGUMENTS)
     assert torch.equal(program(*ARGUMENTS), function(*ARGUMENTS))
 
 
 def test_of_a_chain_of_views_only_the_last_is_made() -> None:
-    program = fz.trace(heads, *ARGUMENTS)
+    program = fz.functions.trace(heads, *ARGUMENTS)
     found = windows(program)
     skipped = [n for n in found.skipped if n.target is aten.view.default]
     assert skipped
@@ -231,7 +231,7 @@ class Seen(TorchDispatchMode):
 
 
 def test_a_mode_sees_how_each_tensor_is_made() -> None:
-    program = fz.trace(heads, *ARGUMENTS)
+    program = fz.functions.trace(heads, *ARGUMENTS)
     with Seen() as seen:
         result = program(*ARGUMENTS)
     assert seen.ops.count(aten.as_strided.default) == len(windows(program).made) - len(
@@ -241,7 +241,7 @@ def test_a_mode_sees_how_each_tensor_is_made() -> None:
 
 
 def test_fakes_and_transforms_go_through_the_dispatcher() -> None:
-    program = fz.trace(heads, *ARGUMENTS)
+    program = fz.functions.trace(heads, *ARGUMENTS)
     run = boxed(program)
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(each) for each in ARGUMENTS]
@@ -256,7 +256,7 @@ def test_fakes_and_transforms_go_through_the_dispatcher() -> None:
 
 
 def test_a_view_that_is_returned_is_made_by_its_op() -> None:
-    program = fz.trace(lambda x: (x * 2).view(-1).unsqueeze(0), ARGUMENTS[0])
+    program = fz.functions.trace(lambda x: (x * 2).view(-1).unsqueeze(0), ARGUMENTS[0])
     (returned,) = (n for n in windows(program).forms if program.graph.output_node() in n.users)
     assert returned not in windows(program).made
 
@@ -273,7 +273,7 @@ def test_a_tensor_that_is_not_as_foretold_is_named_at_the_first_call(
 ) -> None:
     wrong = (6, 8), (1, 6), 0, torch.float32
     monkeypatch.setattr(module._ViewForms, "_product", lambda forms, node: ViewForm(node, *wrong))
-    program = fz.trace(heads, *ARGUMENTS)
+    program = fz.functions.trace(heads, *ARGUMENTS)
     with pytest.raises(
         InvariantError, match=r"`mm` has size \(6, 8\) and strides \(8, 1\), foretold"
     ):

@@ -184,7 +184,7 @@ def test_torch_script_knows_the_functions_that_are_replaced() -> None:
         result: Tensor = torch.jit.script(powers)(x)
         return result
 
-    assert torch.equal(fz.trace(fn, torch.ones(2))(torch.ones(2)), torch.full((2,), 3.0))
+    assert torch.equal(fz.functions.trace(fn, torch.ones(2))(torch.ones(2)), torch.full((2,), 3.0))
 
 
 def test_a_live_base_is_plain_where_autograd_needs_its_logarithm() -> None:

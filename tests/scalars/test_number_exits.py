@@ -170,7 +170,7 @@ def _run(step: Callable[..., Any], calls: int) -> list[Any]:
         numbers = torch.tensor([f, FACTORS[at % 7], 0.3 + f * f])
         try:
             results.append(bits(step(x, numbers)))
-        except fz.FunctionalizeError as refused:
+        except fz.errors.FunctionalizeError as refused:
             return [*results, refused]
     return results
 

@@ -416,7 +416,7 @@ def test_a_result_that_hides_tensors_is_refused() -> None:
     with pytest.raises(
         UncapturableError, match="an object of type mappingproxy that hides tensors"
     ):
-        fz.trace(step, T)
+        fz.functions.trace(step, T)
 
 
 def test_trace_takes_and_returns_objects() -> None:
@@ -424,7 +424,7 @@ def test_trace_takes_and_returns_objects() -> None:
         batch.x.add_(1)
         return Pair(batch.x * more["z"], batch.y)
 
-    program = fz.trace(fn, Pair(torch.ones(2), 3), more=Encoding({"z": torch.ones(2)}))
+    program = fz.functions.trace(fn, Pair(torch.ones(2), 3), more=Encoding({"z": torch.ones(2)}))
     assert [spec.name for spec in program.inputs] == ["batch_x", "more_data_z"]
     assert program.output_names == ("out.x", "out.y")
     x, z = torch.full((2,), 2.0), torch.full((2,), 5.0)

@@ -164,7 +164,9 @@ def test_numbers_in_containers_are_constants():
     def use(trainer: Trainer, loss: Tensor, n: Any) -> Any:
         return loss * n["scale"]
 
-    with pytest.warns(fz.UncapturableWarning, match=r"`n_scale` is 32, was 31: pass a number"):
+    with pytest.warns(
+        fz.errors.UncapturableWarning, match=r"`n_scale` is 32, was 31: pass a number"
+    ):
         step = compared(use, [{"scale": i} for i in range(40)], audit=False)
     assert step.stats.replays == 0
 
@@ -178,7 +180,8 @@ def test_a_list_that_grows_is_named():
     trainer = Trainer(use)
     step = fz.capture(trainer.step, audit=False)
     with pytest.warns(
-        fz.UncapturableWarning, match=r"structure of `args\[1\]` changed \(33 elements, had 32"
+        fz.errors.UncapturableWarning,
+        match=r"structure of `args\[1\]` changed \(33 elements, had 32",
     ):
         for i in range(40):
             grown.append(i)
@@ -194,7 +197,8 @@ def test_a_step_that_appends_to_an_argument_is_told_at_the_second_recording():
 
     step = fz.capture(Trainer(use).step, audit=False, allowance=None)
     with pytest.warns(
-        fz.UncapturableWarning, match=r"2 recordings .* appends to `args\[1\]`.*: return what it"
+        fz.errors.UncapturableWarning,
+        match=r"2 recordings .* appends to `args\[1\]`.*: return what it",
     ):
         for _ in range(3):
             step(torch.ones(3, 4), kept)

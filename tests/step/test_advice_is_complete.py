@@ -47,7 +47,7 @@ _RANKS = "needs several ranks: tests/discharge/rules/test_collectives.py, tests/
 _FORWARD = (
     "of a captured forward (`backward=True`): tests/calls/test_forwards.py, tests/step_backward"
 )
-_TRACED = "of `fz.trace` and `trace_backward`, which capture no step: tests/functions, tests/step_backward"
+_TRACED = "of `fz.functions.trace` and `trace_backward`, which capture no step: tests/functions, tests/step_backward"
 _OP = "of an op of which few use this form: the tests of the rule have the op"
 _PART = "a part of messages that other rows have"
 _NO_REFUSAL = "no refusal: a guard, a report, a log"

@@ -242,7 +242,7 @@ def test_a_tensor_that_no_program_can_hold_does_not_stop_the_step(fn: Any) -> No
 )
 def test_a_tensor_of_more_than_a_storage_is_refused_by_its_op(fn: Any, op: str) -> None:
     with pytest.raises(UnsupportedTensorError, match=re.escape(op + MORE)):
-        fz.trace(fn, torch.eye(3))  # on fakes, which do not say that they are quantised
+        fz.functions.trace(fn, torch.eye(3))  # on fakes, which do not say that they are quantised
     step = fz.capture(fn, on_uncapturable="raise")
     assert torch.equal(step(torch.eye(3)), fn(torch.eye(3)))
     with pytest.raises(UncapturableError, match=re.escape(op + MORE)):
@@ -269,7 +269,7 @@ def test_a_tensor_of_more_than_a_storage_that_is_given(make: Any, kind: str) -> 
 
     given, told = make(), re.escape(f"meets a {kind}, {MORE}")
     with pytest.raises(UnsupportedTensorError, match=told):
-        fz.trace(step, given)
+        fz.functions.trace(step, given)
     with pytest.raises(UnsupportedTensorError, match=told):
         fz.capture(step, on_uncapturable="raise")(given)
     eager = fz.capture(step, on_uncapturable="eager")

@@ -226,7 +226,7 @@ def test_a_closure() -> None:
 def test_backwards_of_eager_graphs(make_copy: Copy) -> None:
     """A copy has the options, and no programs; it goes backward as eager does."""
     model, x = nn.Linear(3, 2), torch.ones(1, 3)
-    backward = fz.capture_backward(audit=7, allowance=None)
+    backward = fz.functions.capture_backward(audit=7, allowance=None)
     backward.tag = "a"
 
     def gradient(go: Callable[[Tensor], Any]) -> Tensor:

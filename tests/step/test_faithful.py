@@ -342,7 +342,7 @@ def test_going_backward_from_a_replayed_output_is_refused() -> None:
 
 
 def test_a_pipeline_that_is_misspelt_is_told_at_once() -> None:
-    with pytest.raises(fz.FunctionalizeError, match="nonsense"):
+    with pytest.raises(fz.errors.FunctionalizeError, match="nonsense"):
         fz.capture(lambda x: x, passes="nonsense")
 
 

@@ -10,7 +10,8 @@ from torch import nn
 
 import functionalize as fz
 from functionalize.errors import PassError
-from functionalize.passes import Pass, Reinplace
+from functionalize.passes import Pass
+from functionalize.passes.reinplace import Reinplace
 from functionalize.program.program import Program
 from functionalize.step.vote import RankVote
 from tests.step.twins import batch, same_state, twins

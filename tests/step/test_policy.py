@@ -298,7 +298,7 @@ def flips(calls: int) -> tuple[list[float], list[float], Any, list[str]]:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 found.append(run(x, torch.tensor([sign])).item())
-            told += [str(w.message) for w in caught if w.category is fz.UncapturableWarning]
+            told += [str(w.message) for w in caught if w.category is fz.errors.UncapturableWarning]
         results.append(found)
     return results[0], results[1], steps[1].stats, told
 
@@ -398,7 +398,7 @@ def compared_window(width: int, *make: Callable[[], nn.Module]) -> Any:
 
 
 def test_a_refused_step_that_has_become_steady_is_captured() -> None:
-    with pytest.warns(fz.UncapturableWarning, match="append to it alone") as warned:
+    with pytest.warns(fz.errors.UncapturableWarning, match="append to it alone") as warned:
         same, stats, text = compared_window(4)
     assert same and stats.replays >= 35, text
     assert len(warned) == 1
@@ -424,7 +424,7 @@ def test_a_step_that_is_never_steady_is_tried_ever_more_rarely_and_warns_once(
         return x * 2
 
     captured, recorded = fz.capture(step), []
-    with pytest.warns(fz.UncapturableWarning, match="writes to the file") as warned:
+    with pytest.warns(fz.errors.UncapturableWarning, match="writes to the file") as warned:
         for i in range(1200):
             before = captured.stats.warmups
             captured(X)

@@ -397,7 +397,7 @@ for each, file in zip(steps, files):
     is_on[0] = True
     try:
         each.load(file)
-    except fz.FunctionalizeError as error:
+    except fz.errors.FunctionalizeError as error:
         print("refused", error)
     else:
         for i in range(3):

@@ -431,7 +431,7 @@ def test_a_traced_program_is_saved_and_replays(tmp_path: Path) -> None:
         return torch.randn(3, 4, generator=made), {"a": torch.randn(4, generator=made)}
 
     x, y = arguments()
-    program = fz.trace(fn, x, y, k=-0.0)
+    program = fz.functions.trace(fn, x, y, k=-0.0)
     program.save(tmp_path / "fn.fzp")
     loaded = fz.load(tmp_path / "fn.fzp")
     assert loaded.print_readable(print_output=False) == program.print_readable(print_output=False)
@@ -439,7 +439,7 @@ def test_a_traced_program_is_saved_and_replays(tmp_path: Path) -> None:
     expected, actual = fn(eager_x, eager_y, k=-0.0), loaded(x, y, k=-0.0)
     assert persisted.digest([expected, eager_x]) == persisted.digest([actual, x])
     assert actual["both"][0] is x
-    with pytest.raises(fz.FunctionalizeError, match=r"`k` is 0.0, was -0.0"):
+    with pytest.raises(fz.errors.FunctionalizeError, match=r"`k` is 0.0, was -0.0"):
         loaded(x, y, k=0.0)
     with pytest.raises(LoadError, match=r"holds one program: load it with `functionalize.load`"):
         fz.capture(fn).load(tmp_path / "fn.fzp")
@@ -447,7 +447,7 @@ def test_a_traced_program_is_saved_and_replays(tmp_path: Path) -> None:
 
 def test_a_traced_program_that_holds_a_tensor_is_not_saved(tmp_path: Path) -> None:
     weight = torch.ones(3)
-    program = fz.trace(lambda x: x * weight, torch.ones(3))
+    program = fz.functions.trace(lambda x: x * weight, torch.ones(3))
     with pytest.raises(
         SaveError, match=r"holds the tensor `weight` \(float32\[3\]\), which no module"
     ):

@@ -103,7 +103,9 @@ def test_forwards_in_two_threads():
         assert go.wait(60)
 
     thread = threading.Thread(target=work)
-    with pytest.warns(fz.UncapturableWarning, match="while two threads call captured forwards"):
+    with pytest.warns(
+        fz.errors.UncapturableWarning, match="while two threads call captured forwards"
+    ):
         thread.start()
         assert begun.wait(60)
         forwards[0](BATCHES[0]).backward()

@@ -1,7 +1,7 @@
 """The two ways in which a case goes backward, and what the trace of a backward must leave as it was.
 
 case(model(), x, EAGER)      torch's backward
-case(model(), x, TRACED)     `fz.trace_backward`: every tensor of the process and the generator are as before it
+case(model(), x, TRACED)     `trace_backward`: every tensor of the process and the generator are as before it
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def has_grad(t: Tensor) -> bool:
 
 
 def traced(*args: Any, **kwargs: Any) -> Any:
-    """`fz.trace_backward`, compared with having done nothing."""
+    """`fz.functions.trace_backward`, compared with having done nothing."""
     before, state = everything(), torch.get_rng_state()
-    program = fz.trace_backward(*args, **kwargs)
+    program = fz.functions.trace_backward(*args, **kwargs)
     assert torch.equal(torch.get_rng_state(), state)
     for t, was, version, grad in before:
         assert torch.equal(bits(t), was)

@@ -65,7 +65,7 @@ def results(case: Any, run: Run) -> list[Any]:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NO_BACKWARD])
 def test_as_eager(name: str) -> None:
-    case, captured = CASES[name], fz.capture_backward()
+    case, captured = CASES[name], fz.functions.capture_backward()
 
     def backward(loss: Any, gradient: Any = None, retain_graph: bool = False) -> None:
         captured(loss, gradient, retain_graph)
@@ -149,7 +149,10 @@ CHANGING: dict[str, tuple[Loss, int]] = {
 @pytest.mark.parametrize("name", CHANGING)
 def test_what_changes_is_noticed(name: str, audit: Any) -> None:
     loss, programs = CHANGING[name]
-    captured, (a, b) = fz.capture_backward(audit=audit, allowance=None), (model(), model())
+    captured, (a, b) = (
+        fz.functions.capture_backward(audit=audit, allowance=None),
+        (model(), model()),
+    )
     for i in range(12):
         x = torch.full((5, 3), 0.1 * i)
         a.zero_grad()
@@ -188,7 +191,7 @@ def test_a_listing_prints_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("replays", [False, True])
 def test_nothing_outlives_the_graph(replays: bool) -> None:
-    captured, m = fz.capture_backward(audit=False), model()
+    captured, m = fz.functions.capture_backward(audit=False), model()
     for _ in range(3 if replays else 1):
         m.zero_grad()
         h = m[0](torch.ones(5, 3)).tanh()
@@ -200,7 +203,7 @@ def test_nothing_outlives_the_graph(replays: bool) -> None:
 
 
 def test_a_write_to_what_was_saved_raises_as_in_eager() -> None:
-    captured, m = fz.capture_backward(), model()
+    captured, m = fz.functions.capture_backward(), model()
     for i in range(4):
         m.zero_grad()
         y = m(torch.ones(5, 3)).tanh()
@@ -214,7 +217,7 @@ def test_a_write_to_what_was_saved_raises_as_in_eager() -> None:
 
 
 def test_while_another_thread_goes_backward_this_one_is_eager() -> None:
-    captured, m, other = fz.capture_backward(), model(), model()
+    captured, m, other = fz.functions.capture_backward(), model(), model()
     entered, done = threading.Event(), threading.Event()
 
     def pauses(g: Tensor) -> None:
@@ -246,7 +249,7 @@ def test_a_backward_that_begins_during_a_listing_waits(monkeypatch: pytest.Monke
         return begin(*args)
 
     monkeypatch.setattr(listing._Compiler, "begin_capture", begins)
-    captured = fz.capture_backward()
+    captured = fz.functions.capture_backward()
     for _ in range(3):
         m.zero_grad()
         other.zero_grad()
@@ -260,7 +263,7 @@ def test_a_backward_that_begins_during_a_listing_waits(monkeypatch: pytest.Monke
 def test_compiled_autograd_is_left_alone() -> None:
     from torch._dynamo.compiled_autograd import _enable, reset
 
-    captured, m = fz.capture_backward(), model()
+    captured, m = fz.functions.capture_backward(), model()
     captured(m(torch.ones(5, 3)).sum())  # torch names its functions to the first compiler alone
     m.zero_grad()
     with _enable(lambda gm: gm), torch.autograd.set_multithreading_enabled(False):
@@ -290,6 +293,6 @@ def test_what_torch_has_not_put_back_is_an_error(monkeypatch: pytest.MonkeyPatch
 
 def test_it_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(SaveError, match="backwards of eager graphs"):
-        fz.capture_backward().save(tmp_path / "a.fzp")
+        fz.functions.capture_backward().save(tmp_path / "a.fzp")
     with pytest.raises(LoadError, match="backwards of eager graphs"):
-        fz.capture_backward().load(tmp_path / "a.fzp")
+        fz.functions.capture_backward().load(tmp_path / "a.fzp")

@@ -38,7 +38,7 @@ def test_it_runs_eagerly(kept: str, backward: bool) -> None:
 
     captured = fz.capture(forward, backward=backward)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", fz.UncapturableWarning)
+        warnings.simplefilter("ignore", fz.errors.UncapturableWarning)
         for i in range(12):
             loss = captured(torch.ones(3, 4) * i)
             if backward:
@@ -54,7 +54,7 @@ def test_a_bug_of_a_comparison_is_no_error_of_the_loop(monkeypatch: pytest.Monke
     captured = fz.capture(lambda x: model(x).square().mean(), backward=True)
     monkeypatch.setattr(EntryState, "changed", fail)
     with pytest.warns(
-        fz.UncapturableWarning, match="a bug in functionalize: TypeError: not compar"
+        fz.errors.UncapturableWarning, match="a bug in functionalize: TypeError: not compar"
     ):
         for i in range(12):
             captured(torch.ones(3, 4) * i).backward()

@@ -26,7 +26,7 @@ def loss_of(m: nn.Module) -> Tensor:
 def test_inputs_are_tangents_leaves_gradients_and_saved_tensors() -> None:
     m = model()
     loss_of(m).backward()
-    program = fz.trace_backward(loss_of(m))
+    program = fz.functions.trace_backward(loss_of(m))
     assert [spec.name for spec in program.inputs] == [
         "tangent_0",
         "leaf_0",
@@ -37,21 +37,21 @@ def test_inputs_are_tangents_leaves_gradients_and_saved_tensors() -> None:
 
 
 def test_a_second_call_is_refused() -> None:
-    program = fz.trace_backward(loss_of(model()))
+    program = fz.functions.trace_backward(loss_of(model()))
     program()
     with pytest.raises(GuardError, match="runs a traced backward a second time"):
         program()
 
 
 def test_it_takes_no_arguments() -> None:
-    program = fz.trace_backward(loss_of(model()))
+    program = fz.functions.trace_backward(loss_of(model()))
     with pytest.raises(TypeError, match="is called without arguments"):
         program(torch.ones(()))
 
 
 def test_a_value_that_was_written_since_the_trace() -> None:
     m = model()
-    program = fz.trace_backward(loss_of(m))
+    program = fz.functions.trace_backward(loss_of(m))
     with torch.no_grad():
         m[2].weight.add_(1)
     with pytest.raises(
@@ -63,7 +63,7 @@ def test_a_value_that_was_written_since_the_trace() -> None:
 
 def test_a_gradient_that_was_not_there_at_the_trace() -> None:
     m = model()
-    first, second = fz.trace_backward(loss_of(m)), fz.trace_backward(loss_of(m))
+    first, second = fz.functions.trace_backward(loss_of(m)), fz.functions.trace_backward(loss_of(m))
     first()
     with pytest.raises(GuardError, match=r"grad` is there, was not there. Nothing was changed"):
         second()
@@ -73,7 +73,7 @@ def test_gradients_that_are_written_between_trace_and_call_are_added_to() -> Non
     m, twin = model(), model()
     for each in (m, twin):
         loss_of(each).backward()
-    program = fz.trace_backward(loss_of(m))
+    program = fz.functions.trace_backward(loss_of(m))
     for each in (m, twin):
         for p in each.parameters():
             p.grad.mul_(0.5)
@@ -88,7 +88,7 @@ def test_gradients_may_not_change_if_a_hook_kept_what_depends_on_them(is_replace
     m, kept = model(), []
     loss_of(m).backward()
     m[0].weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.norm()))
-    program = fz.trace_backward(loss_of(m))
+    program = fz.functions.trace_backward(loss_of(m))
     if is_replaced:
         m[0].weight.grad = torch.ones(4, 3)
     else:
@@ -99,7 +99,7 @@ def test_gradients_may_not_change_if_a_hook_kept_what_depends_on_them(is_replace
 
 def test_a_pass_rewrites_a_copy_and_one_of_both_runs() -> None:
     m, twin = model(), model()
-    program = fz.trace_backward(loss_of(m))
+    program = fz.functions.trace_backward(loss_of(m))
     rewritten = passes.run(program, "default")
     rewritten()
     loss_of(twin).backward()
@@ -151,7 +151,7 @@ def test_a_saved_value_is_freed_after_its_last_use() -> None:
     with Alive(eager) as seen_by_eager:
         loss.backward()
     loss, ours = saved_by(6)
-    program = fz.trace_backward(loss)
+    program = fz.functions.trace_backward(loss)
     del loss
     gc.collect()
     assert sum(ref() is not None for ref in ours) == 6
@@ -163,7 +163,7 @@ def test_a_saved_value_is_freed_after_its_last_use() -> None:
 
 def test_a_graph_that_is_not_retained_is_freed_by_the_trace() -> None:
     loss, ours = saved_by(6)
-    program = fz.trace_backward(loss, retain_graph=False)
+    program = fz.functions.trace_backward(loss, retain_graph=False)
     gc.collect()
     with Alive(ours) as seen:
         program()
@@ -171,7 +171,7 @@ def test_a_graph_that_is_not_retained_is_freed_by_the_trace() -> None:
     with pytest.raises(RuntimeError, match="after they have already been freed"):
         loss.backward()
     loss, _ = saved_by(2)
-    fz.trace_backward(loss)()
+    fz.functions.trace_backward(loss)()
     loss.backward()
 
 
@@ -181,14 +181,14 @@ def test_a_hook_that_keeps_the_gradient_itself() -> None:
     with pytest.raises(
         UncapturableError, match=r"a hook keeps the tensor that becomes `leaf_\d.grad`"
     ):
-        fz.trace_backward(loss_of(m))
+        fz.functions.trace_backward(loss_of(m))
     assert m[0].weight.grad is None
 
 
 def test_a_hook_runs_once() -> None:
     m, calls = model(), []
     m[0].weight.register_hook(lambda g: calls.append(float(g.sum())))
-    program = fz.trace_backward(loss_of(m))
+    program = fz.functions.trace_backward(loss_of(m))
     assert len(calls) == 1
     program()
     assert len(calls) == 1
@@ -205,10 +205,10 @@ def test_a_failing_hook_leaves_everything() -> None:
     loss = loss_of(m)
     handle = m[0].weight.register_hook(fail)
     with pytest.raises(KeyError, match="mine"):
-        fz.trace_backward(loss)
+        fz.functions.trace_backward(loss)
     assert all(torch.equal(p.grad, b) for p, b in zip(m.parameters(), before, strict=True))
     handle.remove()
-    fz.trace_backward(loss)()
+    fz.functions.trace_backward(loss)()
     assert all(torch.equal(p.grad, 2 * b) for p, b in zip(m.parameters(), before, strict=True))
 
 
@@ -217,7 +217,7 @@ def test_reads_by_numpy_are_refused_and_backward_still_runs() -> None:
     m[0].weight.register_hook(lambda g: g * float(g.detach().numpy().sum()))
     loss = loss_of(m)
     with pytest.raises(UncapturableError, match=r"numpy.*Nothing was changed: call backward\(\)"):
-        fz.trace_backward(loss)
+        fz.functions.trace_backward(loss)
     loss.backward()
     twin[0].weight.register_hook(lambda g: g * float(g.detach().numpy().sum()))
     loss_of(twin).backward()
@@ -235,28 +235,30 @@ def test_another_storage_of_a_leaf_is_refused_and_undone() -> None:
 
     weight.register_hook(move)
     with pytest.raises(UncapturableError, match="gives a leaf another storage"):
-        fz.trace_backward(loss_of(m))
+        fz.functions.trace_backward(loss_of(m))
     assert weight.data_ptr() == at
 
 
 def test_where_a_backward_cannot_be_traced() -> None:
     m = model()
     with pytest.raises(RuntimeError, match="implicitly created only for scalar outputs"):
-        fz.trace_backward(m(torch.ones(2, 3)))
+        fz.functions.trace_backward(m(torch.ones(2, 3)))
 
     def step() -> Any:
-        return fz.trace_backward(loss_of(m))()
+        return fz.functions.trace_backward(loss_of(m))()
 
     with pytest.raises(UncapturableError, match="cannot be traced inside of a recording"):
         fz.capture(step)()
     with pytest.raises(UncapturableError, match="cannot be traced inside of `vmap` or another"):
-        torch.vmap(lambda g: fz.trace_backward(m(torch.ones(3)), gradient=g)())(torch.eye(3))
+        torch.vmap(lambda g: fz.functions.trace_backward(m(torch.ones(3)), gradient=g)())(
+            torch.eye(3)
+        )
     sparse = torch.ones(2, 3).to_sparse()
     with pytest.raises(
         UncapturableError, match=r"`tangent_0`: the backward meets a tensor of .*sparse_coo"
     ):
-        fz.trace_backward(m(torch.ones(2, 3)), gradient=sparse)
+        fz.functions.trace_backward(m(torch.ones(2, 3)), gradient=sparse)
     loss = loss_of(m)
-    m[0].weight.register_hook(lambda g: fz.trace_backward(loss_of(model()))())
+    m[0].weight.register_hook(lambda g: fz.functions.trace_backward(loss_of(model()))())
     with pytest.raises(UncapturableError, match="cannot be traced inside of a backward"):
         loss.backward()

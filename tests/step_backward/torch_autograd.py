@@ -1,4 +1,4 @@
-"""torch's own autograd tests, each backward by `fz.trace_backward`.
+"""torch's own autograd tests, each backward by `fz.functions.trace_backward`.
 
     TORCH_TEST_AUTOGRAD=pytorch/test/test_autograd.py python -m tests.step_backward.torch_autograd
 
@@ -113,7 +113,7 @@ def every_backward_traced(outcome: Outcome) -> Iterator[None]:
         nonlocal tracing
         tracing = True
         try:
-            program = fz.trace_backward(*args, **kwargs)
+            program = fz.functions.trace_backward(*args, **kwargs)
         finally:
             tracing = False
         outcome.traced += 1

@@ -1,4 +1,4 @@
-"""The tests of torch's `TestAutograd` that fail if each backward goes through `fz.trace_backward`: reason -> names.
+"""The tests of torch's `TestAutograd` that fail if each backward goes through `trace_backward`: reason -> names.
 
 torch's compiled autograd lists about 82 such names (`known_failing_tests` of torch's test_compiled_autograd.py).
 """

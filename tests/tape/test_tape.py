@@ -160,7 +160,7 @@ def test_passes_and_files_keep_it(step: Any, tmp_path: Path) -> None:
 
 
 def test_a_program_without_a_backward_says_so() -> None:
-    program = fz.trace(torch.sin, torch.ones(3))
+    program = fz.functions.trace(torch.sin, torch.ones(3))
     assert str(program.tape()) == "no backward" and not program.tape().nodes
 
 

@@ -64,16 +64,21 @@ reveal_type(Trainer().step.stats.captures)  # shows int
 
 forward = fz.capture(model, backward=True)
 forward(torch.ones(3, 2)).sum().backward()
-backward = fz.capture_backward()
+backward = fz.functions.capture_backward()
 backward(step(torch.ones(3, 2)))
 
 reveal_type(fz.load("step.fzp"))  # shows Program
-reveal_type(fz.trace(train_step, torch.ones(3, 2)))  # shows Program
-reveal_type(fz.Target("cpu"))  # shows Target
+reveal_type(fz.functions.trace(train_step, torch.ones(3, 2)))  # shows Program
+reveal_type(fz.planner.Target("cpu"))  # shows Target
 fz.integrations.lighning  # error
 integrations.transformers.CaptureModel()
 integrations.accelerate.prepare
 fz.passes.parse("default")
+reveal_type(fz.passes.on_graph_module("default"))  # shows GraphModulePass
+fz.passes.elide_copes  # error
+reveal_type(fz.planner.MACHINES["h100"])  # shows Machine
+fz.planner.machines_of  # error
+fz.trace(train_step)  # error
 fz.errors.GuardError
 fz.functions.compile  # error
 fz.plan(lambda: None, wrld=8)  # error

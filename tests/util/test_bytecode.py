@@ -251,7 +251,7 @@ def test_a_step_runs_eagerly_on_a_python_that_is_not_known(monkeypatch: pytest.M
     monkeypatch.setattr(bytecode, "VERSIONS", ((3, 99),))
     step = fz.capture(namespace["step"])
     with pytest.warns(
-        fz.UncapturableWarning, match="knows the instructions of Python 3.99 to 3.99"
+        fz.errors.UncapturableWarning, match="knows the instructions of Python 3.99 to 3.99"
     ):
         for n in range(3):
             assert step(torch.ones(2), n).tolist() == [1.0, 1.0]

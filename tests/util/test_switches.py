@@ -56,7 +56,7 @@ def test_off_runs_everything_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(4):
         forward(torch.ones(1, 2)).sum().backward()
     assert forward.stats.eager == 4 and forward.stats.replays == 0
-    backward, weight = fz.capture_backward(), torch.ones(2, requires_grad=True)
+    backward, weight = fz.functions.capture_backward(), torch.ones(2, requires_grad=True)
     backward((weight * 3).sum())
     assert weight.grad.tolist() == [3, 3] and not backward.stats.warmups
     with fz.lazy() as lazy:

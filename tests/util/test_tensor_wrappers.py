@@ -70,16 +70,16 @@ def test_the_local_tensor_is_that_of_a_plain_dtensor() -> None:
 def read_and_free(wrapper: Any) -> Tensor:
     """The sum of what is inside a wrapper, which is freed."""
     out = torch.stack([t.sum() for t in plain_tensors(wrapper)]).sum()
-    fz.resize_storage_bytes_(wrapper, 0)
+    fz.functions.resize_storage_bytes_(wrapper, 0)
     return out
 
 
 def traced(fn: Callable[..., Any], *args: Any) -> Any:
-    return fz.trace(fn, *args)(*args)
+    return fz.functions.trace(fn, *args)(*args)
 
 
 def prepassed(fn: Callable[..., Any], *args: Any) -> Any:
-    return fz.functionalize_storage(fn)(*args)
+    return fz.functions.functionalize_storage(fn)(*args)
 
 
 @pytest.mark.parametrize("run", [traced, prepassed])

@@ -26,7 +26,7 @@ def test_a_refusal_warns_once_at_the_line_that_calls_the_step() -> None:
         for _ in range(5):
             assert step(X)[0] == 3.0
     (warning,) = caught
-    assert warning.category is fz.UncapturableWarning
+    assert warning.category is fz.errors.UncapturableWarning
     assert Path(warning.filename) == Path(__file__)
     assert "reads_past_ops cannot be captured, it runs eagerly: " in str(warning.message)
 
@@ -44,7 +44,7 @@ def test_a_running_number_warns_once_at_the_line_that_calls_the_step() -> None:
         for _ in range(50):
             step(X)
     (warning,) = caught
-    assert warning.category is fz.UncapturableWarning
+    assert warning.category is fz.errors.UncapturableWarning
     assert Path(warning.filename) == Path(__file__)
     assert "by_running_number runs eagerly where " in str(warning.message)
 
@@ -63,6 +63,6 @@ def test_on_uncapturable_raise_warns_of_nothing(caplog: pytest.LogCaptureFixture
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(X)
-        with pytest.raises(fz.FunctionalizeError):
+        with pytest.raises(fz.errors.FunctionalizeError):
             step(X)
     assert "its next call will raise" in caplog.text

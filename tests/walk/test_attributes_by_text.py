@@ -126,7 +126,7 @@ def test_a_queue_whose_elements_cannot_be_seen() -> None:
         own.kept = made
         return x.sin()
 
-    with pytest.warns(fz.UncapturableWarning, match="own.kept"):
+    with pytest.warns(fz.errors.UncapturableWarning, match="own.kept"):
         for _ in range(8):
             step(torch.ones(2))
             found.append(own.kept.get())
@@ -144,7 +144,9 @@ def test_a_result_that_contains_itself(number: bool) -> None:
         found.append({"parent": found})
         return found
 
-    with pytest.warns(fz.UncapturableWarning, match="returns an object that contains itself"):
+    with pytest.warns(
+        fz.errors.UncapturableWarning, match="returns an object that contains itself"
+    ):
         for _ in range(8):
             found = step(torch.ones(2))
             assert found[1]["parent"] is found and type(found[0]) in (float, torch.Tensor)

@@ -79,7 +79,7 @@ def _results(step: Any, make: Any, calls: int = 14) -> list[Any]:
         array = make(i)
         try:
             found = step(array)
-        except fz.FunctionalizeError as error:
+        except fz.errors.FunctionalizeError as error:
             return [*results, error]
         given = array.tolist() if isinstance(array, np.ndarray) else None
         results.append((bits(found), given))
@@ -466,7 +466,7 @@ def test_arrays_that_share_memory_are_constants():
         memory, twin = _array(i), _array(i)
         try:
             found = step(memory[:2], memory[1:])
-        except fz.FunctionalizeError:
+        except fz.errors.FunctionalizeError:
             break
         assert bits(found) == bits(_two(twin[:2], twin[1:]))
     assert not step.stats.replays

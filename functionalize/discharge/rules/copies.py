@@ -4,7 +4,7 @@
     a.zero_()    ->  a' = aten.full(size, 0)
 
 Invariant: the old contents are never read, not even for their shape: `a` may be an empty input.
-The clone gives every base memory of its own; `passes.elide_copies` removes it where that is not needed.
+The clone gives every base memory of its own; `elide_copies` removes it where that is not needed.
 """
 
 from __future__ import annotations

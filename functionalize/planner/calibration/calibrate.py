@@ -1,6 +1,6 @@
-"""`fz.calibrate`: a `Machine` with the rates that are measured on this machine, with every rank busy.
+"""`fz.planner.calibrate`: a `Machine` with the rates that are measured on this machine, with every rank busy.
 
-    machine = fz.calibrate("here.json")            two processes over gloo, one thread each: 60 to 90 s
+    machine = fz.planner.calibrate("here.json")            two processes over gloo, one thread each: 60 to 90 s
     fz.plan(build, step, inputs=inputs, machine="here.json", target="cpu", world=2)
 
 On a machine with CUDA: one process for each GPU, over NCCL (`device="cuda"`).

@@ -14,7 +14,8 @@ from functionalize.cost.decide.recompute import Layers, Recomputation
 from functionalize.cost.decide.saved import forwards, saved_values
 from functionalize.cost.liveness import Liveness
 from functionalize.cost.machines.presets import MACHINES
-from functionalize.passes import Remat, run
+from functionalize.passes import run
+from functionalize.passes.remat import Remat
 from tests.laws.counting import SLACK, calls
 
 CPU = MACHINES["cpu"]
@@ -32,7 +33,7 @@ def blocks(depth: int, rows: int = 64, microbatches: int = 1):
             part.pow(2).sum().backward()
         return [w.grad for w in ws]
 
-    program = fz.trace(gradients, torch.empty(rows, 8), *weights)
+    program = fz.functions.trace(gradients, torch.empty(rows, 8), *weights)
     program.describe()
     return program
 
@@ -63,7 +64,7 @@ def test_what_the_caller_is_handed_is_not_saved():
         (grad,) = torch.autograd.grad(h.sum(), [w])
         return grad, h.detach()
 
-    program = fz.trace(step, torch.empty(8, 8), torch.empty(8, 8))
+    program = fz.functions.trace(step, torch.empty(8, 8), torch.empty(8, 8))
     program.describe()
     live, _, saved = saved_of(program)
     (output,) = program.graph.find_nodes(op="output")
@@ -125,7 +126,7 @@ def test_random_values_stay_saved_and_what_follows_need_not():
         (grad,) = torch.autograd.grad(x.pow(2).sum(), [w])
         return grad
 
-    program = fz.trace(step, torch.empty(64, 8), torch.empty(8, 8))
+    program = fz.functions.trace(step, torch.empty(64, 8), torch.empty(8, 8))
     program.describe()
     plan = Recomputation(program.graph, CPU)
     names = {n.name for s in plan.candidates for n in s.storage.nodes}

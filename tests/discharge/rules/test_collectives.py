@@ -76,8 +76,8 @@ def broadcast_of_an_argument(x: Tensor) -> Any:
 def broadcast_into_a_grown_storage(x: Tensor) -> Any:
     """What a module that is unsharded by broadcasts does: only the root has written it."""
     out = x.clone()
-    fz.resize_storage_bytes_(out, 0)
-    fz.resize_storage_bytes_(out, 16)
+    fz.functions.resize_storage_bytes_(out, 0)
+    fz.functions.resize_storage_bytes_(out, 16)
     if dist.get_rank() == 0:
         out.copy_(x)
     dist.broadcast(out, 0)
@@ -315,7 +315,9 @@ def run_in(how: str, names: list[str]) -> list[str]:
         expected = fn(x)
         try:
             actual = (
-                fz.trace(fn, inputs(1))(y) if how == "trace" else fz.functionalize_storage(fn)(y)
+                fz.functions.trace(fn, inputs(1))(y)
+                if how == "trace"
+                else fz.functions.functionalize_storage(fn)(y)
             )
         except FunctionalizeError as error:
             wrong.append(f"{name}: {error}")

@@ -73,7 +73,7 @@ def test_undefined_contents(ops: Any) -> None:
 
     x = torch.randn(4)
     x.untyped_storage().resize_(0)
-    program = fz.trace(fn, x)
+    program = fz.functions.trace(fn, x)
     assert "auto_functionalized" in text_of(program)
 
 
@@ -87,7 +87,7 @@ def test_overlapping_arguments(ops: Any) -> None:
         ops.both(x[0], [x[0].view(2)], x[1])
 
     with pytest.raises(UnsupportedOpError) as error:
-        fz.trace(fn, torch.randn(2, 2))
+        fz.functions.trace(fn, torch.randn(2, 2))
     assert str(error.value).splitlines()[0] == (
         "fz_test.both.default writes an argument (float32[2]) that overlaps another one (float32[2]), "
         "and has no functional form that could see the write: clone() one of them"
@@ -96,7 +96,7 @@ def test_overlapping_arguments(ops: Any) -> None:
 
 def test_what_the_wrapper_refuses(ops: Any) -> None:
     with pytest.raises(UnsupportedOpError) as error:
-        fz.trace(lambda x: ops.returns_itself(x), torch.randn(2))
+        fz.functions.trace(lambda x: ops.returns_itself(x), torch.randn(2))
     assert str(error.value).splitlines()[0] == (
         "fz_test.returns_itself.default writes `x` and has no functional form: use an op that returns its "
         "result, or give it one with torch.library"

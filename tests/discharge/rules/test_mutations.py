@@ -111,14 +111,14 @@ def test_lists_that_share_memory_under_aot_function(name: str, grown: bool) -> N
 
     def fn(a: Tensor, b: Tensor) -> Tensor:
         if grown:
-            fz.resize_storage_bytes_(a, 48)
+            fz.functions.resize_storage_bytes_(a, 48)
         IN_TURN[name](a, b)
         return a + b
 
     args = [torch.randn(6), torch.randn(6).clamp_(min=0.1)]
     want, got = ([t.clone() for t in args] for _ in range(2))
     expected = fn(*want)
-    assert torch.equal(fz.aot_function(fn, lambda graph, _: graph)(*got), expected)
+    assert torch.equal(fz.functions.aot_function(fn, lambda graph, _: graph)(*got), expected)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
@@ -198,7 +198,7 @@ def test_gradients_are_written_by_a_step_that_unscales_them_alone(scaled: bool) 
 
     scale = {"grad_scale": torch.tensor(2.0), "found_inf": torch.tensor(0.0)} if scaled else {}
     args = (some(), some(), some(), [t.square() for t in some()], steps())
-    program = fz.trace(fn, *args, scale)
+    program = fz.functions.trace(fn, *args, scale)
     gradients = {i for i, spec in enumerate(program.inputs) if spec.name.startswith("g_")}
     written = {action.input for action in program.epilogue}
     assert len(gradients) == 3 and written & gradients == (gradients if scaled else set())
@@ -285,7 +285,7 @@ def test_an_overlapping_view() -> None:
     with pytest.raises(
         OverlappingMutationError, match="several elements share one memory location"
     ):
-        fz.trace(fn, torch.randn(3, 4))
+        fz.functions.trace(fn, torch.randn(3, 4))
 
 
 def test_an_op_without_a_functional_form() -> None:
@@ -299,7 +299,7 @@ def test_an_op_without_a_functional_form() -> None:
 
 def test_what_eager_refuses() -> None:
     with pytest.raises(EagerError, match=r"aten.add_.Tensor failed on `x` \(float32\[3\]\)"):
-        fz.trace(lambda x: x.add_(torch.ones(4)), torch.ones(3))
+        fz.functions.trace(lambda x: x.add_(torch.ones(4)), torch.ones(3))
 
 
 def test_an_out_that_fakes_do_not_resize() -> None:
@@ -309,7 +309,7 @@ def test_an_out_that_fakes_do_not_resize() -> None:
     with pytest.raises(
         UnsupportedOpError, match=r"fits no `out` of size \[0\], which eager resizes"
     ):
-        fz.trace(fn, torch.randn(3, 3))
+        fz.functions.trace(fn, torch.randn(3, 3))
 
 
 def test_most_of_aten_has_a_functional_form() -> None:
@@ -375,9 +375,11 @@ def test_long_lists_of_dense_floats_need_no_meta_kernel(monkeypatch: pytest.Monk
     program = None
     with monkeypatch.context() as patched:
         patched.setattr("functionalize.discharge.layout._run", run)
-        program = fz.trace(step, torch.ones(4, 3).t(), torch.ones(2, dtype=torch.bfloat16))
+        program = fz.functions.trace(
+            step, torch.ones(4, 3).t(), torch.ones(2, dtype=torch.bfloat16)
+        )
         with pytest.raises(AssertionError, match="_foreach_add"):
-            fz.trace(counts, torch.ones(3, dtype=torch.int64))
+            fz.functions.trace(counts, torch.ones(3, dtype=torch.int64))
     ours = torch.rand(4, 3).t(), torch.rand(2).bfloat16()
     eager = tuple(each.clone() for each in ours)
     program(*ours)

@@ -62,7 +62,7 @@ def test_out(op: Any, training: bool) -> None:
         with pytest.raises(
             UnsupportedOpError, match="is not contiguous: compute without out=, then"
         ):
-            fz.trace(fn, x, *stats(), [out, *outs[1:]])
+            fz.functions.trace(fn, x, *stats(), [out, *outs[1:]])
 
 
 def test_declared_forms() -> None:

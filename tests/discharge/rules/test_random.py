@@ -69,7 +69,7 @@ def test_in_place(name: str, layout: str) -> None:
         with pytest.raises(
             UnsupportedOpError, match="a tensor with gaps, as no functional op does"
         ):
-            fz.trace(IN_PLACE[name], LAYOUTS[layout]())
+            fz.functions.trace(IN_PLACE[name], LAYOUTS[layout]())
         return
     same_as_eager(IN_PLACE[name], LAYOUTS[layout](), times=2)
 
@@ -104,7 +104,7 @@ def test_a_generator_is_refused() -> None:
         lambda x: torch.randperm(3, generator=g),
     ):
         with pytest.raises(UnsupportedOpError, match=r"draws from a torch.Generator argument"):
-            fz.trace(fn, torch.randn(3))
+            fz.functions.trace(fn, torch.randn(3))
 
 
 def test_graph(expect: Callable[[str, str], None]) -> None:

@@ -40,8 +40,8 @@ def test_out_of_another_type(name: str, dtype: torch.dtype, into: torch.dtype) -
     try:
         fn(x, out.clone())
     except RuntimeError:
-        with pytest.raises(fz.FunctionalizeError):
-            fz.trace(fn, x, out)
+        with pytest.raises(fz.errors.FunctionalizeError):
+            fz.functions.trace(fn, x, out)
         return
     same_as_eager(fn, x, out)
 
@@ -57,7 +57,7 @@ def test_of_all_elements() -> None:
 
     same_as_eager(lambda x, o: torch.std(x, dim=None, out=o), torch.randn(3, 4), torch.zeros(()))
     with pytest.raises(UnsupportedOpError, match="which eager computes in float64: reduce without"):
-        fz.trace(
+        fz.functions.trace(
             lambda x, o: torch.std(x, dim=None, out=o),
             torch.randn(3, 4),
             torch.zeros((), dtype=torch.float64),
@@ -85,6 +85,6 @@ def test_sums_into_columns(name: str) -> None:
     same_as_eager(fn, x, torch.zeros(67, 66)[:, ::2])
     same_as_eager(fn, x[:, :, :1], torch.zeros(1, 67).t())
     with pytest.raises(UnsupportedOpError, match=r"stride \[1, 67\]\), and rounds otherwise than"):
-        fz.trace(fn, x, torch.zeros(33, 67).t())
+        fz.functions.trace(fn, x, torch.zeros(33, 67).t())
     if name == "sum":
         same_as_eager(fn, x.long(), torch.zeros(33, 67).t().long())  # exact

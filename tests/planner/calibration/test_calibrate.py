@@ -170,7 +170,7 @@ def test_probes_count_the_work_that_a_plan_counts() -> None:
     for probe in probes("cpu", torch.float32, 1 << 16):
         work = 0.0
         for call in probe.calls:
-            program = fz.trace(call)
+            program = fz.functions.trace(call)
             program.describe()
             nodes = [n for n in program.graph.nodes if n.op == "call_function" and moved(n)]
             names = {n: n.target.overloadpacket.__name__ for n in nodes}

@@ -45,7 +45,7 @@ def test_what_comes_back(tmp_path: Path) -> None:
 
 
 def recorded_of(constant: torch.Tensor) -> Recorded:
-    program = fz.trace(lambda a: a + torch.tensor([1.0, 2.0, 3.0]), torch.ones(3))
+    program = fz.functions.trace(lambda a: a + torch.tensor([1.0, 2.0, 3.0]), torch.ones(3))
     (name,) = program.constants
     program.describe()
     return Recorded("a", replace(program, constants={name: constant}), {}, "1 rank", "cpu", {}, {})
@@ -75,7 +75,7 @@ def test_no_place_to_write(tmp_path: Path) -> None:
 
 def test_other_files_are_refused_by_both_sides(tmp_path: Path) -> None:
     saved, graph, text = (str(tmp_path / name) for name in ("a.fzp", "b.fzp", "c.fzp"))
-    fz.trace(lambda a: a + 1, torch.ones(3)).save(saved)
+    fz.functions.trace(lambda a: a + 1, torch.ones(3)).save(saved)
     with pytest.raises(LoadError, match="it holds a program that runs, no graph to look at"):
         read_graph(saved)
     write_graph(graph, recorded_of(torch.ones(3)))

@@ -102,10 +102,10 @@ def test_a_storage_is_one_allocation_for_each_size() -> None:
     weight.untyped_storage().resize_(0)
 
     def step(x: Tensor) -> Tensor:
-        fz.resize_storage_bytes_(weight, 400)
+        fz.functions.resize_storage_bytes_(weight, 400)
         weight.fill_(1)
         out = x.sum() * weight.sum()
-        fz.resize_storage_bytes_(weight, 0)
+        fz.functions.resize_storage_bytes_(weight, 0)
         return out
 
     timeline = timeline_of(step)

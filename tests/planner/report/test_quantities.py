@@ -20,7 +20,7 @@ X, W, H = 4 * 8 * 4, 8 * 16 * 4, 4 * 16 * 4  # bytes of the tensors below
 
 
 def rows_of(fn: Callable[..., Any], *args: Tensor) -> list[Quantities]:
-    return quantities(fz.trace(fn, *args))
+    return quantities(fz.functions.trace(fn, *args))
 
 
 def gradients(loss: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -73,7 +73,7 @@ def test_rows_add_up_to_what_the_forwards_save():
         return x.square().sum()
 
     args = torch.randn(4, 8), torch.randn(8, 16), torch.randn(16, 8)
-    program = fz.trace(gradients(loss), *args)
+    program = fz.functions.trace(gradients(loss), *args)
     rows = quantities(program)
     live = Liveness(program.graph)
     saved = saved_values(live, forwards(live))
@@ -115,7 +115,7 @@ def test_a_step_of_a_model():
 
 
 def test_a_graph_without_phases_has_forwards_only():
-    program = fz.trace(lambda a: (a + 1).sum(), torch.randn(4, 8))
+    program = fz.functions.trace(lambda a: (a + 1).sum(), torch.randn(4, 8))
     for node in program.graph.nodes:
         node.meta.pop("phase", None)
         node.meta.pop("record", None)

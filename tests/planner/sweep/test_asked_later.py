@@ -87,7 +87,7 @@ def test_purposes_are_refused_of_a_graph_that_was_changed() -> None:
     def f(a: torch.Tensor) -> torch.Tensor:
         return (a + 1) * 2
 
-    program = fz.trace(f, torch.ones(4))
+    program = fz.functions.trace(f, torch.ones(4))
     timeline = program_timeline(program)
     node = program.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)[0]
     node.args = node.args[0], 3

@@ -148,7 +148,7 @@ def test_values_on_one_storage_do_not_look_like_values_on_two() -> None:
 
 
 def test_the_blocks_of_a_graph_that_changes_are_found_again() -> None:
-    program = fz.trace(lambda x: x + 1 + 2, torch.ones(3))
+    program = fz.functions.trace(lambda x: x + 1 + 2, torch.ones(3))
     found = program.repeats
     assert program.repeats is found
     node = program.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)[-1]

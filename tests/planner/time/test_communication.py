@@ -127,7 +127,7 @@ def test_modules_have_rows() -> None:
 def sent(target: object, *args: object, ranks: int | None = None) -> tuple[str, int, int, int]:
     """(kind, bytes in, bytes out, bytes that each of `ranks` sends)"""
     node = node_of(target, *args)
-    program = fz.trace(lambda x: x + 1, torch.ones(1))
+    program = fz.functions.trace(lambda x: x + 1, torch.ones(1))
     program.describe()
     program.graph = node.graph
     groups = {"0": range(ranks)} if ranks else None
@@ -156,7 +156,7 @@ def test_a_list_is_one_collective() -> None:
         found = functional.all_gather_into_tensor_coalesced([a, b], 2, "0")
         return [functional.wait_tensor(t) + 1 for t in found]
 
-    (row,) = communication(fz.trace(fn, torch.ones(3), torch.ones(5)))
+    (row,) = communication(fz.functions.trace(fn, torch.ones(3), torch.ones(5)))
     assert (row.kind, row.count, row.nbytes_in, row.nbytes_out, row.sent) == (
         *("all-gather", 1),
         *(32, 64, 32),

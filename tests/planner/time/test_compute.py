@@ -62,7 +62,7 @@ def test_a_program_by_hand() -> None:
     def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return (x @ w).t() * 2
 
-    program = fz.trace(fn, torch.ones(2, 3), torch.ones(3, 5))
+    program = fz.functions.trace(fn, torch.ones(2, 3), torch.ones(3, 5))
     program.describe()
     for node in program.graph.nodes:
         node.meta.update(module="layers.0" if node.target is aten.mm.default else "", phase="")
@@ -76,7 +76,7 @@ def test_a_program_by_hand() -> None:
 def looks(count: int) -> int:
     """How often the plan of an op on so many tensors looks for tensors."""
     tensors = [torch.ones(2) for _ in range(count)]
-    program = fz.trace(lambda *ts: torch._foreach_add(list(ts), 1.0), *tensors)
+    program = fz.functions.trace(lambda *ts: torch._foreach_add(list(ts), 1.0), *tensors)
     program.describe()
     seen = 0
 

@@ -189,7 +189,7 @@ def reduce_and_go_on(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def test_what_becomes_of_reduced_gradients_stops_no_compute() -> None:
-    program = fz.trace(reduce_and_go_on, torch.ones(4), torch.ones(4, 4))
+    program = fz.functions.trace(reduce_and_go_on, torch.ones(4), torch.ones(4, 4))
     program.describe()
     for node in program.graph.nodes:
         node.meta["phase"] = "optimizer" if node.name.startswith("mul") else "backward"
@@ -246,7 +246,7 @@ def gather_and_multiply(x: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
 
 
 def test_seconds_by_hand() -> None:
-    program = fz.trace(gather_and_multiply, torch.ones(4, 4), torch.ones(2, 4))
+    program = fz.functions.trace(gather_and_multiply, torch.ones(4, 4), torch.ones(2, 4))
     # a product: 128 FLOPs, 192 bytes; the gather: 32 bytes to the other rank
     machine = Machine(16.0, 64.0, 8.0, 2.0, 1.0)
     product, gather = 1 + 128 / 16, 2 + 32 / 8
@@ -261,7 +261,7 @@ def test_seconds_by_hand() -> None:
 
 
 def test_a_wait_stops_the_stream_of_a_replay() -> None:
-    program = fz.trace(gather_and_multiply, torch.ones(4, 4), torch.ones(2, 4))
+    program = fz.functions.trace(gather_and_multiply, torch.ones(4, 4), torch.ones(2, 4))
     program.describe()
     machine = Machine(16.0, 64.0, 8.0, 2.0, 1.0)
     (wait,) = program.graph.find_nodes(op="call_function", target=WAIT)
@@ -272,7 +272,7 @@ def test_a_wait_stops_the_stream_of_a_replay() -> None:
 
 
 def test_a_barrier_is_waited_for() -> None:
-    program = fz.trace(gather_and_multiply, torch.ones(4, 4), torch.ones(2, 4))
+    program = fz.functions.trace(gather_and_multiply, torch.ones(4, 4), torch.ones(2, 4))
     program.describe()
     machine = Machine(16.0, 64.0, 8.0, 2.0, 1.0)
     last = next(n for n in reversed(program.graph.nodes) if n.op == "call_function")
@@ -286,7 +286,7 @@ def test_a_barrier_is_waited_for() -> None:
 
 
 def test_nothing_takes_no_time() -> None:
-    time = step_time(fz.trace(lambda x: x.t(), torch.ones(2, 3)), MACHINE)
+    time = step_time(fz.functions.trace(lambda x: x.t(), torch.ones(2, 3)), MACHINE)
     assert (time.seconds, time.mfu, time.phases, time.spans) == (0, None, (), ())
     assert "modelled" in time.text()
 

@@ -34,7 +34,7 @@ def x() -> Tensor:
 
 
 def timeline_of(fn: Callable[..., Any], *args: Tensor) -> Timeline:
-    return program_timeline(fz.trace(fn, *args))
+    return program_timeline(fz.functions.trace(fn, *args))
 
 
 def made(timeline: Timeline) -> list[Allocation]:
@@ -101,7 +101,7 @@ def test_what_the_epilogue_copies_lives_until_then():
 )
 def test_the_epilogue_makes_and_frees_storages(before, after):
     def f(a, b):
-        fz.resize_storage_bytes_(a, after)
+        fz.functions.resize_storage_bytes_(a, after)
         if before == 0:
             a.copy_(b)
         return b.sum()
@@ -132,7 +132,7 @@ def test_an_input_that_moves_leaves_its_storage():
 
 
 def test_what_the_caller_knows_better():
-    program = fz.trace(lambda a: a + 1, x())
+    program = fz.functions.trace(lambda a: a + 1, x())
     timeline = program_timeline(program, {"a": Category.BUFFERS})
     assert timeline.allocations[0].category is Category.BUFFERS
 
@@ -146,7 +146,7 @@ def test_constants_are_held_by_the_program():
 def test_scratch_is_there_while_an_op_runs(monkeypatch):
     scratch = {"add": 100}
     monkeypatch.setattr(program_memory, "scratch_of", lambda node, _: scratch.get(node.name, 0))
-    program = fz.trace(lambda a: (a + 1).sum(), x())
+    program = fz.functions.trace(lambda a: (a + 1).sum(), x())
     plain = program_timeline(program)
     timeline = program_timeline(program, target="cuda")
     (passing,) = [a for a in timeline.allocations if a.category is Category.SCRATCH]
@@ -156,13 +156,13 @@ def test_scratch_is_there_while_an_op_runs(monkeypatch):
 
 
 def test_ops_are_made_when_they_are_asked_for():
-    program = fz.trace(lambda a: (a + 1).sum(), x())
+    program = fz.functions.trace(lambda a: (a + 1).sum(), x())
     ops = program_timeline(program).ops
     assert len(ops) == len(program.graph.nodes) + 1
     assert ops[-1].name == EPILOGUE
     assert [op.name for op in ops[:3]] == ["placeholder", "aten.add.Tensor", "aten.sum.default"]
     assert ops[1].line.startswith(f"{__file__}:")
-    assert ops[1].line.endswith("program = fz.trace(lambda a: (a + 1).sum(), x())")
+    assert ops[1].line.endswith("program = fz.functions.trace(lambda a: (a + 1).sum(), x())")
     with pytest.raises(IndexError):
         ops[len(ops)]
 
