@@ -77,6 +77,7 @@ from functionalize.step.cache import (
     how_differ,
     key_of,
 )
+from functionalize.step.call_log import CallLog
 from functionalize.step.copies import State, copied, deep_copied, reduced, set_state
 from functionalize.step.core import EVERY_CALL, StepCore
 from functionalize.step.explain import Boundary, explanation
@@ -134,6 +135,7 @@ from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.other_threads import reading_thread
 from functionalize.util.own_values import own_values
 from functionalize.util.process_groups import has_ranks
+from functionalize.util.run_log import run_log
 from functionalize.util.switches import MISSES, PLANS
 from functionalize.util.tensor_wrappers import has_own_functions
 from functionalize.util.text import counted, without_numbers
@@ -195,6 +197,8 @@ class CapturedStep(Generic[P, R]):
         self._leaves_numbers = False
         self._numbers = VaryingArguments()
         self._logs_plans = PLANS.isEnabledFor(logging.DEBUG)
+        log = run_log()
+        self._call_log = CallLog(core, log) if log is not None else None
         # Not a forward, which goes on in its backward; nor what the user asks for at any cost.
         is_whole = self._hooks.leaves is None and not self._hooks.is_still
         is_timed = is_whole and core.policy.ledger.is_bounded
@@ -402,6 +406,7 @@ class CapturedStep(Generic[P, R]):
         Inside another recording, or a transform (`torch.func`, forward-mode AD), it is a part of that: eager.
         """
         grad_mode, core = torch.is_grad_enabled(), self.core
+        began = self._call_log.began() if self._call_log is not None else None
         try:
             core.policy.calls += 1
             if core.options.is_off:
@@ -431,6 +436,9 @@ class CapturedStep(Generic[P, R]):
         except BaseException:  # Ctrl-C can come between a change of the grad mode and its reset
             torch.set_grad_enabled(grad_mode)
             raise
+        finally:
+            if began is not None and self._call_log is not None:
+                self._call_log.ended(began)
 
     def _run_in_turn(self, args: Any, kwargs: Any) -> Any:
         core, hooks = self.core, self._hooks

@@ -2,6 +2,7 @@
 
     FUNCTIONALIZE=off                  every captured step runs eagerly, as if nothing was captured
     FUNCTIONALIZE=audit                every call that a program covers runs for real and is compared (`audit=1`)
+    FUNCTIONALIZE_REPORT=DIR           what this process does is written there, see `run_log.py`
     FUNCTIONALIZE_LOGS=plans,misses    what is logged goes to standard error, by the names of `LOGS`; `all`: all of it
 
 All ranks must have the same. Each name is a logger, too: `logging.getLogger("functionalize.plans")`.

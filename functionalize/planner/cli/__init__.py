@@ -1,11 +1,11 @@
 """The command line: `functionalize` and `python -m functionalize`; see `docs/cli.md`.
 
-    functionalize capture | show | opt | memory | plan | compare | calibrate | tune
+    functionalize capture | show | opt | memory | plan | compare | report | calibrate | tune
 
     scripts.py    a user's script; values as text         app.py            the commands and their options
     recorded.py   records its step in a fake world        recorded_step.py  the recorded step, and its file
     console.py    output, progress, errors                graphs.py         capture, show, opt
-    memory.py, plan.py, compare.py, calibrate.py, tune.py: the commands of these names
+    memory.py, plan.py, compare.py, report.py, calibrate.py, tune.py: the commands of these names
 
 Exit codes: 0; 1 if the step or the plan failed, or nothing fits in `--limit`; 2 for wrong usage; 130 for Ctrl-C.
 Without typer and rich, or without torch: 2, and what to install. Ctrl-C: `functionalize/ctrl_c.py`.

@@ -427,6 +427,30 @@ def compare(
 
 
 @app.command()
+def report(
+    folder: Annotated[
+        str, typer.Argument(metavar="DIR", help="Of a run with FUNCTIONALIZE_REPORT=DIR.")
+    ],
+    page: Annotated[
+        str | None, typer.Option("--html", metavar="FILE.html", help="One page, offline.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks.")] = False,
+) -> None:
+    """What the ranks of a run logged: programs, replays, misses, memory, the time to the first replay.
+
+    Example: [bold]functionalize report logs --html run.html[/]
+    """
+
+    def printed(out: Out) -> None:
+        from functionalize.planner.cli.report import report
+
+        report(out, folder, page)
+
+    run(printed, as_json, debug)
+
+
+@app.command()
 def calibrate(
     file: Annotated[
         str, typer.Argument(metavar="FILE.json", help="Written: for --machine of memory and plan.")

@@ -116,15 +116,17 @@ def write_page(
     facts: Mapping[str, Any] | None = None,
     held: Mapping[str, Sequence[int]] = _NONE,
     limit: int | None = None,
+    figure: Figure | None = None,
 ) -> None:
     """Write the page: the memory of each timeline, its peak, the tables, the assumptions.
 
     The first timeline is shown at first; buttons select the others. held: name of a timeline -> bytes of the device
     after each of its events. limit: bytes of the device. facts: assumptions, shown as a list of names and values.
+    figure: a figure of plotly in place of the timelines.
     Raises `PictureError` for a page without content, and without plotly.
     """
     timelines = [timeline for timeline in timelines if timeline.events]
-    if not (timelines or tables):
+    if not (timelines or tables or figure):
         raise PictureError(
             f"The page `{title}` would be empty: there is no timeline with events and no table. "
             "Capture the step with memory=True, or pass `tables`."
@@ -134,6 +136,8 @@ def write_page(
         parts += [_figure_html(path, memory_figure(timelines, held, limit)), _phases(timelines)]
         parts += _peaks(timelines, limit)
         parts += [_folded(_live(timeline), i == 0) for i, timeline in enumerate(timelines)]
+    if figure is not None:
+        parts.append(_figure_html(path, figure))
     parts += _tables(tables)
     if facts:
         parts += ["<h2>What was assumed</h2>", "<dl>", *_facts(facts), "</dl>"]
