@@ -76,7 +76,9 @@ aten = torch.ops.aten
 
 _BY_FLOPS = (MATMUL, ATTENTION, ATTENTION_BACKWARD)
 _LARGEST = {"cpu": 1 << 25, "cuda": 1 << 30}  # bytes of the tensors of a probe
-Say = Callable[[str], None]
+Progress = Callable[[int, int, str], None]
+_MEASUREMENTS = 100  # of a pass, about: the number is known after the first one
+_LOOK_EVERY = 0.2  # seconds between looks at how far the ranks are
 _Call = Callable[[], Any]
 
 
@@ -88,14 +90,15 @@ def calibrate(
     each: float = 0.1,
     passes: int = 3,
     largest: int | None = None,
-    say: Say = lambda text: None,
+    progress: Progress = lambda done, of, text: None,
 ) -> Machine:
     """Measure this machine; write the result to a file for `machine=` and `--machine`.
 
     ranks: processes that measure together; None: two on a CPU, one for each GPU. device: "cpu" or "cuda"; None: CUDA
     where there is one. each: seconds of one measurement, of some 100, in all passes. passes: over all measurements,
     of which the medians count, as the speed of a machine varies from minute to minute. largest: bytes of the largest
-    probe. say: reports progress. Raises `PlanError`; `SaveError` if the file cannot be written.
+    probe. progress: called with (measurements made, measurements, where); their number is known after the first pass.
+    Raises `PlanError`; `SaveError` if the file cannot be written.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in _LARGEST:
@@ -109,30 +112,40 @@ def calibrate(
         raise PlanError(f"a calibration needs two ranks to measure their link, not {count}")
     if dist.is_available() and dist.is_initialized():
         raise PlanError("this process has a process group: calibrate in a process of its own")
-    say(f"measuring with {count} ranks on {device}")
     with tempfile.TemporaryDirectory() as folder:
         result = f"{folder}/machine.json"
         options = (count, folder, device, each, passes, largest, result)
-        _run(options, count)
+        _run(options, count, progress)
         machine = read_machine(result)
     if path is not None:
         write_machine(path, machine)
     return machine
 
 
-def _run(options: tuple[Any, ...], count: int) -> None:
+def _run(options: tuple[Any, ...], count: int, progress: Progress) -> None:
     """Run the ranks to their end; if one fails, or at Ctrl-C, none is left."""
+    told, where = "", f"measuring with {count} ranks on {options[2]}"
     with held_back():
         ranks = mp.spawn(_rank, options, nprocs=count, join=False, daemon=True)
     assert ranks is not None
     try:
-        while not ranks.join():
-            pass
+        while not ranks.join(_LOOK_EVERY):
+            with contextlib.suppress(OSError):
+                now = _made(options[1]).read_text()
+                if now not in ("", told):
+                    told = now
+                    done, of = map(int, now.split())
+                    progress(done, of, where)
     finally:
         for process in ranks.processes:
             process.kill()
         for process in ranks.processes:
             process.join()
+
+
+def _made(folder: str) -> Path:
+    """The file in which the first rank writes how many measurements it has made, and of how many."""
+    return Path(folder) / "made"
 
 
 def _rank(
@@ -157,6 +170,14 @@ def _rank(
     )
     try:
         calibration = Calibration(device, each, passes, largest)
+        if rank == 0:
+            made, replaced = _made(folder), _made(folder).with_suffix(".new")
+
+            def told(done: int, of_pass: int) -> None:
+                replaced.write_text(f"{done} {passes * max(of_pass, _MEASUREMENTS)}")
+                replaced.replace(made)
+
+            calibration.clock.tell = told
         for _ in range(passes):
             machine = calibration.measure()
         if rank == 0:
@@ -181,13 +202,13 @@ class Calibration:
         largest: int | None = None,
         depths: tuple[int, int] = DEPTHS,
     ) -> None:
-        self._clock, self._largest = Clock(device, each / passes), largest or _LARGEST[device]
+        self.clock, self._largest = Clock(device, each / passes), largest or _LARGEST[device]
         self._tiny = TinySteps.made(device, depths) if device == "cpu" else None
         self._steps = max(STEPS // passes, 1)
 
     def measure(self) -> Machine:
         """Make one more pass: the machine by the medians of all passes so far."""
-        clock = self._clock
+        clock = self.clock
         clock.begin()
         with torch.no_grad():
             machine = self._kernels_and_links()
@@ -196,7 +217,7 @@ class Calibration:
         return machine
 
     def _kernels_and_links(self) -> Machine:
-        clock, device, largest = self._clock, self._clock.device, self._largest
+        clock, device, largest = self.clock, self.clock.device, self._largest
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         few = torch.ones(4, device=device)
         overhead = clock.seconds([lambda: few + few])

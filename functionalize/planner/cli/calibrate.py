@@ -26,8 +26,8 @@ def calibrate(out: Out, file: str, device: str | None, ranks: int | None, each: 
     if not 0 < each <= 60:
         raise UsageError(f"--each {each}: seconds of one measurement, above 0 and at most 60")
     start = time.perf_counter()
-    with as_usage(PlanError), out.working() as say:
-        machine = measure(file, ranks=ranks, device=device, each=each, say=say)
+    with as_usage(PlanError), out.counting() as count:
+        machine = measure(file, ranks=ranks, device=device, each=each, progress=count)
     seconds = time.perf_counter() - start
 
     def data() -> dict[str, Any]:

@@ -108,8 +108,10 @@ def tune(out: Out, job: Job, options: TuneOptions) -> None:
     with opened(job.source, job.names) as script:
         with as_usage():
             asked_for((script.build, script.inputs, script.step), **search)
-        with out.working("searching") as say:
-            found = fz.tune(script.build, script.step, inputs=script.inputs, progress=say, **search)
+        with out.counting() as count_stages:
+            found = fz.tune(
+                script.build, script.step, inputs=script.inputs, progress=count_stages, **search
+            )
     if options.training is not None:
         found = found.over(options.training)
     if options.code is not None:

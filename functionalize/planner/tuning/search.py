@@ -84,6 +84,27 @@ class Candidate:
 
 
 @dataclass(eq=False)
+class Stages:
+    """How far a search is. A stage: to try one mesh, to compose its candidates, to plan one of them as it stands.
+
+    tell: called with (stages done, stages, what is done now).
+    """
+
+    tell: Callable[[int, int, str], None]
+    done: int = 0
+    of: int = 1
+
+    def say(self, text: str) -> None:
+        """Tell what is done now."""
+        self.tell(self.done, self.of, text)
+
+    def next(self) -> None:
+        """A stage is done; a stage more than there were to be moves the end."""
+        self.done += 1
+        self.of = max(self.of, self.done + 1)
+
+
+@dataclass(eq=False)
 class Search:
     """One search. limit: bytes of a device. pipelines: run on the program of the best.
 
@@ -95,7 +116,7 @@ class Search:
     short: ShortPlans
     limit: float
     pipelines: Sequence[str]
-    say: Callable[[str], None]
+    stages: Stages
     candidates: list[Candidate] = field(default_factory=list)
     failed: dict[Setting, str] = field(default_factory=dict)
     items: Items | None = None
@@ -110,6 +131,7 @@ class Search:
     def compose(self) -> None:
         """Find the settings, and the candidates of each."""
         places = self.short.space.places
+        self.stages.of = 2 * len(places) + 1
         for place in places:
             try:
                 self._settings += self._settings_at(place)
@@ -117,6 +139,7 @@ class Search:
                 self.failed[place] = in_short(error)
                 if len(self.failed) == len(places):  # the same for each, as a rule
                     raise
+            self.stages.next()
         self._compose()
 
     def _settings_at(self, place: Setting) -> list[Setting]:
@@ -165,6 +188,7 @@ class Search:
             self.short.prepare(ends)
             for setting in ends:
                 self._compose_at(setting, ends)
+            self.stages.next()
 
     def _compose_at(self, setting: Setting, ends: Sequence[Setting]) -> None:
         base, beside = self.short.base(setting, ends)
@@ -245,10 +269,11 @@ class Search:
             if len(done) >= wanted or not after:
                 return
             refused += not self._plan(after[0])
+            self.stages.next()
 
     def _plan(self, chosen: Candidate) -> bool:
         """Plan a candidate; return whether it fits."""
-        self.say(f"planning it as it stands: {chosen.setting.text()}")
+        self.stages.say(f"planning it as it stands: {chosen.setting.text()}")
         self.planned += 1
         layers: Mapping[str, LayerPolicy] = chosen.policy.layers
         variant = Variant(chosen.setting.mesh, policy=tuple(layers.items()) or None)
@@ -286,7 +311,7 @@ class Search:
     def _after_passes(self, plan: Plan) -> dict[str, Plan]:
         found = {}
         for text in self.pipelines:
-            self.say(f"running the pipeline {text}")
+            self.stages.say(f"running the pipeline {text}")
             found[text] = after_passes(plan, text)
         return found
 

@@ -50,7 +50,7 @@ from functionalize.planner.sweep.summary import COLUMNS, Plan, assumptions, effi
 from functionalize.planner.sweep.training import Training
 from functionalize.planner.timeline.timeline import EAGER, PROGRAM
 from functionalize.planner.tuning.policy import EagerPolicy, Mesh, counted_policies
-from functionalize.planner.tuning.search import Candidate, Search, frontier_of
+from functionalize.planner.tuning.search import Candidate, Search, Stages, frontier_of
 from functionalize.planner.tuning.short_plans import ShortPlans
 from functionalize.planner.tuning.solver import check_solver
 from functionalize.planner.tuning.space import Space
@@ -74,7 +74,7 @@ def tune(
     offload: bool | None = None,
     pipelines: Sequence[str] = ("default",),
     top: int = 1,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
     target: str | Target = "cuda",
     machine: str | Machine | None = None,
     **fixed: Any,
@@ -88,7 +88,7 @@ def tune(
     tp: sizes of tensor parallelism to try, too, for a `build` that splits ops over the dimension `tp` of its mesh.
     offload: the only value of `build`'s parameter `offload`; None: True and False, where a device has a host.
     pipelines: passes that are run on the best's program. top: how many settings are planned as they stand.
-    progress: called with a text. fixed: other keys, as those of `fz.plan`.
+    progress: called with (stages done, stages, what is done now). fixed: other keys, as those of `fz.plan`.
     Raises `TuneError`, and the errors of `fz.plan`.
     """
     start = time.perf_counter()
@@ -103,11 +103,10 @@ def tune(
             f"nothing fits in {human_bytes(asked.limit)}: context and workspaces alone need "
             f"{human_bytes(constants)}"
         )
-    say = progress or (lambda text: None)
-    planner = Planner(asked.functions)
+    planner, stages = Planner(asked.functions), Stages(progress or (lambda done, of, text: None))
     with planner.searching():
-        short = ShortPlans(planner, asked.keys, asked.space, asked.machine, world, say)
-        search = Search(short, asked.limit, pipelines, say)
+        short = ShortPlans(planner, asked.keys, asked.space, asked.machine, world, stages.say)
+        search = Search(short, asked.limit, pipelines, stages)
         search.compose()
         search.verify(top)
     return _answer(search, world, start)

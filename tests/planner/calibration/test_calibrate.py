@@ -41,8 +41,13 @@ def tiny() -> Machine:
     torch.set_num_threads(1)
     try:
         calibration = Calibration("cpu", 2e-3, passes=20, largest=1 << 17, depths=(1, 2))
+        told: list[tuple[int, int]] = []
+        calibration.clock.tell = lambda done, of_pass: told.append((done, of_pass))
         calibration.measure()
-        return calibration.measure()
+        first = len(told)
+        machine = calibration.measure()
+        assert told[0] == (1, 1) and told[-1] == (2 * first, first) and told == sorted(told)
+        return machine
     finally:
         torch.set_num_threads(threads)
 

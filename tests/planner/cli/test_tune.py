@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from functionalize.planner.cli import console
 from tests.planner.cli.entry import TRAINING, Command, command
 from tests.planner.tuning import training
 
@@ -29,10 +31,14 @@ def test_the_answer(command: Command, tmp_path: Path) -> None:
     assert "def apply(model: nn.Module)" in file.read_text() and "BATCH = 2" in file.read_text()
 
 
-def test_json(command: Command) -> None:
+def test_json_and_progress_in_a_pipe(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "_LINE_EVERY", 0.0)
     options = ("--world", 2, "--target", "cpu", "--limit", "1MB", "--batches", "4")
     ran = command("tune", TRAINING, *options, "--json")
     assert ran.code == 0, ran.err
+    done = [int(part) for part in re.findall(r"^(\d+)% \(\d+ of \d+\): .", ran.err, re.MULTILINE)]
+    assert len(done) >= 3 and done == sorted(done)
+    assert done[0] == 0 and 50 < done[-1] < 100
     assert ran.json["best"]["fits"] and ran.json["best"]["mesh"] is None
     assert ran.json["script"] == TRAINING and ran.json["best"]["batch"] == 4
     assert any("mesh" in why for why in ran.json["search"]["left_out"])
