@@ -18,6 +18,7 @@ import functionalize as fz
 from functionalize import errors
 from functionalize.functions import resize_storage_bytes_
 from tests.fsdp.table import PART, table
+from tests.page_code import blocks_of, unfenced
 from tests.planner.cli.entry import Command, command
 
 __all__ = ["command"]  # a fixture
@@ -166,14 +167,31 @@ def test_every_error_has_a_line_on_its_page() -> None:
     assert sorted(described) == sorted(kinds - bases)
 
 
-@pytest.mark.parametrize("page", ["capture", "functions", "lazy"])
-def test_the_code_of_a_page_prints_what_the_page_says(page: str) -> None:
-    text = (ROOT / "docs" / f"{page}.md").read_text()
-    parts = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", text, re.DOTALL)
-    assert len(parts) == text.count("```python")
+WITH_CODE = [page for page in PAGES[1:] if [*blocks_of(page.read_text())]]
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+def test_the_code_of_a_page_prints_what_the_page_says(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    for code, output in parts:
-        assert printed_by(code, names, f"docs/{page}.md") == output.strip()
+    for block in blocks_of(page.read_text()):
+        at = f"{page.relative_to(ROOT)}:{block.line}"
+        printed = printed_by(block.code, names, at)
+        assert block.output is None or printed == block.output.strip(), at
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_python_code_of_a_page_stands_in_blocks_that_run(page: Path) -> None:
+    assert [*unfenced(page.read_text())] == []
+
+
+def test_what_a_page_marks() -> None:
+    text = "<!-- fragment -->\n```python\na\n```\n\n<!-- setup\nb = 1\n-->\n\n```python\nc\n```\n\n```\nd\n```\n"
+    assert [*blocks_of(text)] == [("b = 1\n", None, 7), ("c\n", "d\n", 11)]
+    assert [*unfenced("text\n\n    f(1)\n    g(2)\n\n    make test  # no Python\n")] == []
+    assert [*unfenced("text\n\n    f(1)\n    g(2)\n\ntext\n")] == ["f(1)\ng(2)\n"]
 
 
 def test_the_list_of_features_is_that_of_the_tests() -> None:
