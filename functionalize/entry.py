@@ -97,6 +97,20 @@ def capture(
 
     Exceptions of the step propagate unchanged. Raises `ValueError` for an unknown mode, for `memory` with `backward`,
     and for `dynamic=True` or a number with `memory` or `compile`.
+
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+        >>> @fz.capture
+        ... def train_step(x):
+        ...     loss = (weight * x).sum()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     return loss.detach()
+        >>> for _ in range(8):
+        ...     loss = train_step(torch.ones(2))
+        >>> train_step.stats.captures, train_step.stats.replays > 0
+        (1, True)
     """
     if backward:
         allowance = None  # a forward that runs again on one rank runs again on all of them

@@ -26,6 +26,19 @@ class Pass(ABC):
     it leaves a program at that it rewrote (None: the one it found). changes_collectives: it may merge, split, drop or
     reorder them, so that ranks must run it alike. is_optional: a captured step leaves it out once ranks ran it
     differently.
+
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... class Count(fz.passes.Pass):
+        ...     name = "count"
+        ...
+        ...     def apply(self, program):
+        ...         print(program.nodes(), "nodes")
+        ...         return 0
+        >>> program = fz.functions.trace(lambda x: x.sin(), torch.ones(2))
+        >>> fz.passes.run(program, [Count()]).history
+        1 nodes
+        ('count: 0',)
     """
 
     name: ClassVar[str]

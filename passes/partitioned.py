@@ -58,6 +58,15 @@ class Partitioned:
     forward: takes the inputs `forward_inputs` (by number), returns the results `forward_slots` (slots of the program's
     graph), then `saved`. backward: takes the inputs `backward_inputs`, then `saved`; returns the results
     `backward_slots`.
+
+        >>> def joint(x, tangent):
+        ...     y = x.sin()
+        ...     return y, *torch.autograd.grad(y, x, tangent)
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> parts = fz.passes.Partitioned.of(fz.functions.trace(joint, x, torch.ones(2)))
+        >>> parts.as_function()(x).sum().backward()
+        >>> torch.equal(x.grad, torch.ones(2).cos())
+        True
     """
 
     program: Program

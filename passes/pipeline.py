@@ -92,7 +92,11 @@ _WORDS: Mapping[Any, Mapping[str, Any]] = types.MappingProxyType(
 
 
 def parse(text: str) -> tuple[Pass, ...]:
-    """The passes that `text` names; raises `PassError` for anything it cannot read."""
+    """The passes that `text` names; raises `PassError` for anything it cannot read.
+
+    >>> fz.passes.parse("elide_copies{parts=true},verify")
+    (ElideCopies(parts=True), Verify())
+    """
     found: list[Pass] = []
     at = 0
     while at < len(text):
@@ -111,7 +115,11 @@ def parse(text: str) -> tuple[Pass, ...]:
 
 
 def pipeline_text(passes: Iterable[Pass]) -> str:
-    """The text that `parse` turns into `passes`; options at their defaults are left out."""
+    """The text that `parse` turns into `passes`; options at their defaults are left out.
+
+    >>> fz.passes.pipeline_text(fz.passes.parse("cleanup"))
+    'remove_noops,elide_copies,fold_views,merge_duplicates,drop_dead_code'
+    """
     return ",".join(str(each) for each in passes)
 
 

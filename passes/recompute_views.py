@@ -102,7 +102,16 @@ def partition(
 
 
 def partitioner(base: str = "min_cut") -> Partitioner:
-    """`partition` around torch's `min_cut_rematerialization_partition` or `default_partition`."""
+    """`partition` around torch's `min_cut_rematerialization_partition` or `default_partition`.
+
+    >>> from functorch.compile import make_boxed_func
+    >>> def compiler(gm, inputs):
+    ...     return make_boxed_func(gm.forward)
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> split = fz.passes.partitioner("default")
+    >>> function = fz.functions.aot_function(lambda x: x.sin(), compiler, partition_fn=split)
+    >>> function(x).sum().backward()
+    """
     if base not in _BASES:
         raise PassError(f"no partitioner {base!r}; there are {', '.join(_BASES)}")
     return functools.partial(partition, base=_torch_partitioner(base))

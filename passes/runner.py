@@ -37,6 +37,10 @@ def run(program: Program, passes: Iterable[Pass] | str) -> Program:
     The program is verified before the first pass and after the last one; if it is broken then, the passes run once
     more, each verified. Raises `PassError` for a pass at a stage it does not accept, `VerifyError` if `program` is
     broken, `InvariantError` with the name of the pass that broke it.
+
+        >>> program = fz.functions.trace(lambda x: x.clone().sin(), torch.ones(2))
+        >>> fz.passes.run(program, "elide_copies,verify").history
+        ('elide_copies: 1', 'verify: 0')
     """
     passes = parse(passes) if isinstance(passes, str) else tuple(passes)
     _check_stages(program.stage, passes)
@@ -73,6 +77,12 @@ def on_graph_module(passes: Pass | Iterable[Pass] | str) -> GraphModulePass:
     Every output counts as returned to the caller, and every input may be an alias of every other one. What it makes is
     not verified: `verify(gm)` does. Raises `PassError` as `run` does, and for a graph without fake values where no
     example inputs are passed.
+
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> gm = make_fx(lambda x: x.clone().sin())(torch.ones(2))
+        >>> gm = fz.passes.on_graph_module("elide_copies")(gm)
+        >>> [node.name for node in gm.graph.nodes]
+        ['x_1', 'sin', 'output']
     """
     if isinstance(passes, str):
         passes = parse(passes)

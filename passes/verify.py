@@ -70,6 +70,8 @@ def verify(program: Program | fx.GraphModule, example_inputs: Sequence[Any] | No
 
     A bare graph module has no epilogue, and its outputs may alias anything. The size of an input's storage is
     that of its `val`. example_inputs: needed only where its nodes have no fake values.
+
+        >>> fz.passes.verify(fz.functions.trace(lambda x: x.sin(), torch.ones(2)))
     """
     if isinstance(program, fx.GraphModule):
         program = replace(program_of(program, example_inputs), outputs=())

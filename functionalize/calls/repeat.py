@@ -106,6 +106,14 @@ def repeat(
 
     A step may pass numbers (`loss.item()`), tensors, lists, tuples and dicts of these, and as arguments of their own
     texts of numbers; it may not use the result. Raises `TypeError` for what cannot be called.
+
+        >>> lines = []
+        >>> log = fz.repeat(lines.append, when=lambda loss: loss > 0)
+        >>> step = fz.capture(lambda x: log(x.sum().item()))
+        >>> for number in range(6):
+        ...     step(torch.full((2,), float(number)))
+        >>> lines
+        [2.0, 4.0, 6.0, 8.0, 10.0]
     """
     if function is None:
         return functools.partial(repeat, when=when)

@@ -148,6 +148,11 @@ def lazy(
     eager. max_bytes: of pending results, after which they are computed. max_programs: of those that are kept.
     Results are bitwise equal to eager's, unless a pass or `passes="fast"` says otherwise. See `docs/lazy.md`.
     Raises `PassError` for a pipeline that cannot be parsed, `ValueError` for `max_programs` or `max_bytes` below 1.
+
+        >>> with fz.lazy():
+        ...     y = torch.ones(3).sin().sum()  # waits
+        ...     print(y > 2)  # somebody looks
+        tensor(True)
     """
     if max_programs < 1 or max_bytes < 1:
         raise ValueError(

@@ -40,6 +40,19 @@ def functionalize_storage(fn: Callable[..., Any]) -> Callable[..., Any]:
     `torch.compile` use the backend "functionalize", which includes this pre-pass.
 
     Raises a `FunctionalizeError` with the op and the user's line where freed or undefined data is read.
+
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> def refill(p, shard):
+        ...     fz.functions.resize_storage_bytes_(p, 16)
+        ...     p.copy_(shard)
+        ...     out = p.sin()
+        ...     fz.functions.resize_storage_bytes_(p, 0)
+        ...     return out
+        >>> p, shard = torch.empty(4), torch.ones(4)
+        >>> _ = p.untyped_storage().resize_(0)
+        >>> gm = make_fx(fz.functions.functionalize_storage(refill))(p, shard)
+        >>> [node.name for node in gm.graph.nodes if node.op == "call_function"]
+        ['clone', 'sin']
     """
 
     sizes = EntrySizes()
@@ -99,6 +112,14 @@ def aot_function(
     The function goes through `functionalize_storage`, and `partition_fn` defaults to one that makes views of
     freed parameters in backward instead of saving them. `keep_inference_input_mutations` defaults to True.
     Everything else is as documented there (`torch/_functorch/aot_autograd.py`).
+
+        >>> from functorch.compile import make_boxed_func
+        >>> def compiler(gm, inputs):
+        ...     return make_boxed_func(gm.forward)
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> fz.functions.aot_function(lambda x: x.sin(), compiler)(x).sum().backward()
+        >>> torch.equal(x.grad, torch.ones(2).cos())
+        True
     """
     from functorch.compile import aot_function as stock_aot_function  # type: ignore[import-untyped]
 

@@ -45,6 +45,11 @@ def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
 
     Raises a `FunctionalizeError` that names the op, the tensor, the sizes and the user's line for a program
     that eager PyTorch cannot run, and for one that has no functional form.
+
+        >>> program = fz.functions.trace(lambda x: x.mul_(2).sum(), torch.ones(2))
+        >>> x = torch.ones(2)
+        >>> program(x), x  # the epilogue writes the argument, as eager does
+        (tensor(4.), tensor([2., 2.]))
     """
     with _own_modes():
         return _Trace(fn, args, kwargs).program()

@@ -3,7 +3,7 @@
 `fz.plan`, `fz.tune`, `fz.world` and `fz.record_memory` begin; here is what they take and what shows their results:
 
     fz.world(64, target=fz.planner.Target("cuda", capability=(8, 0)))
-    fz.planner.write_page("memory.html", timelines=[step.memory.eager.timeline])
+    fz.planner.write_page("memory.html", timelines=[*step.memory.timelines.values()])
 """
 
 from typing import TYPE_CHECKING

@@ -24,7 +24,19 @@ from functionalize.tape.tape import Tape
 
 @dataclass(eq=False, repr=False)
 class Program(Executable):
-    """A captured callable as a value; `Executable` lists its fields."""
+    """A captured callable as a value; `Executable` lists its fields.
+
+    >>> program = fz.functions.trace(lambda x: x.sin(), torch.ones(2))
+    >>> _ = program.print_readable()
+    program(
+        x: float32[2],
+    ):
+        sin = aten.sin.default(x)
+        return sin
+    <BLANKLINE>
+    >>> torch.equal(program(torch.zeros(2)), torch.zeros(2))
+    True
+    """
 
     @property
     def with_graph(self) -> Program:

@@ -104,6 +104,10 @@ def load(path: FilePath, types: Sequence[type] = (), ops: Sequence[str] = ()) ->
     call. A file names nothing else than these and what this library and torch consist of: it is data.
     Raises `LoadError` if the file is damaged, of another version of torch, Python or this library, or needs a class or
     an op that `types` and `ops` do not name.
+
+        >>> fz.functions.trace(lambda x: x.sin(), torch.ones(2)).save("sin.fzp")
+        >>> fz.load("sin.fzp")(torch.zeros(2))
+        tensor([0., 0.])
     """
     return persist.load_program(path, Program, _RUNNERS, types, ops)
 

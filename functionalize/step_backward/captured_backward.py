@@ -47,6 +47,14 @@ def capture_backward(
     """A callable that goes backward as `loss.backward()`, by a program where one of the same tape was recorded.
 
     The options are those of `capture`. A call never raises for a backward that cannot be captured: it runs eagerly.
+
+        >>> backward = fz.functions.capture_backward()
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> for _ in range(4):
+        ...     weight.grad = None
+        ...     backward(weight.sin().sum())
+        >>> torch.equal(weight.grad, torch.ones(2).cos())
+        True
     """
     return TapeBackward(
         CaptureOptions.of(

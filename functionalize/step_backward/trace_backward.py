@@ -109,6 +109,14 @@ def trace_backward(
     values as it goes; or let the trace free the graph, with `retain_graph=False`, also if it raises.
 
     Raises eager's exceptions, and `UncapturableError` for a backward that no program repeats; nothing is changed then.
+
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> program = fz.functions.trace_backward(weight.sin().sum())
+        >>> print(weight.grad)
+        None
+        >>> program()
+        >>> torch.equal(weight.grad, torch.ones(2).cos())
+        True
     """
     for refused, what in (
         (in_world(), "in a fake world: capture the whole step there"),

@@ -83,6 +83,11 @@ class Machine:
     rails: the adapters of a node, of `internode_bandwidth` each; None: one for each rank.
     ranks_per_pod, oversubscription: the ranks that the network connects at full bandwidth, and the factor by which it
     is less beyond them; None: all.
+
+        >>> from dataclasses import replace
+        >>> slow = replace(fz.planner.MACHINES["h100"], internode_bandwidth=25e9)
+        >>> slow.memory_bandwidth
+        3350000000000.0
     """
 
     flops: float

@@ -99,6 +99,8 @@ def calibrate(
     of which the medians count, as the speed of a machine varies from minute to minute. largest: bytes of the largest
     probe. progress: called with (measurements made, measurements, where); their number is known after the first pass.
     Raises `PlanError`; `SaveError` if the file cannot be written.
+
+        >>> machine = fz.planner.calibrate("here.json")  # two idle cores for a minute  # doctest: +SKIP
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in _LARGEST:

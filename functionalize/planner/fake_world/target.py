@@ -52,6 +52,9 @@ class Target:
     choice, which refuses math.
     devices: the number of devices of a host, which `torch.cuda.device_count()` returns.
     Raises `TargetError` for an unknown name or kernel.
+
+        >>> print(fz.planner.Target("cuda", capability=(8, 0)))
+        cuda (sm_80)
     """
 
     name: str = "cuda"

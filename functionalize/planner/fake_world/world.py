@@ -247,6 +247,13 @@ def world(
     rank: the rank of this process, whose shards the model holds (uneven shards differ by rank).
     target: the device whose kernels and defaults apply: "cuda", "cpu" or a `Target`.
     Raises `WorldError` for arguments that do not fit; inside the `with`, for code that needs the data of a tensor.
+
+        >>> import torch.distributed as dist
+        >>> with fz.world(16384, target="cuda"):
+        ...     x = torch.ones(4, 4)  # no data
+        ...     dist.all_reduce(x)  # nothing is sent
+        ...     print(dist.get_world_size(), tuple(x.shape))
+        16384 (4, 4)
     """
     shape, names, size = world_shape(size, mesh, rank)
     if in_world():

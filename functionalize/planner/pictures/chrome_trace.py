@@ -55,7 +55,13 @@ class TraceRun(NamedTuple):
 
 
 def write_trace(path: str | Path, runs: Sequence[TraceRun]) -> None:
-    """Write the trace. Raises `PictureError` if it would have no event."""
+    """Write the trace. Raises `PictureError` if it would have no event.
+
+    >>> from functionalize.planner.pictures.chrome_trace import TraceRun
+    >>> step = fz.record_memory(lambda x: (x * 2).sum())
+    >>> _ = step(torch.ones(1024))
+    >>> fz.planner.write_trace("trace.json", [TraceRun("", [*step.memory.timelines.values()])])
+    """
     events = [event for i, run in enumerate(runs) for event in _events(run, 1000 * i)]
     if not events:
         raise PictureError(

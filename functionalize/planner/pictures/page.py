@@ -124,6 +124,10 @@ def write_page(
     after each of its events. limit: bytes of the device. facts: assumptions, shown as a list of names and values.
     figure: a figure of plotly in place of the timelines.
     Raises `PictureError` for a page without content, and without plotly.
+
+        >>> step = fz.record_memory(lambda x: (x * 2).sum())
+        >>> _ = step(torch.ones(1024))
+        >>> fz.planner.write_page("memory.html", timelines=[*step.memory.timelines.values()])
     """
     timelines = [timeline for timeline in timelines if timeline.events]
     if not (timelines or tables or figure):

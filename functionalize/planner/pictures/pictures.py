@@ -76,6 +76,10 @@ def memory_picture(
     held: bytes that the device holds after each event of the first timeline. limit: bytes of the device.
     times: by name of a timeline, the seconds of its events; without, events are drawn in order, and the other timelines
     are aligned with the first one phase by phase, because their events differ.
+
+        >>> step = fz.record_memory(lambda x: (x * 2).sum())
+        >>> _ = step(torch.ones(1024))
+        >>> fz.planner.memory_picture([*step.memory.timelines.values()], "memory.png")
     """
     if not timelines or not any(timeline.events for timeline in timelines[:1]):
         raise PictureError(

@@ -33,7 +33,12 @@ class Placed(NamedTuple):
 
 
 def tape_picture(tape: Tape, path: str | Path, *, title: str = "") -> None:
-    """Draw the backwards of a tape below each other; the text of a row is the line of the node's forward."""
+    """Draw the backwards of a tape below each other; the text of a row is the line of the node's forward.
+
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> program = fz.functions.trace_backward(weight.sin().sum())
+    >>> fz.planner.tape_picture(program.tape(), "tape.png")
+    """
     rows = sum(len(backward.nodes) + 1 for backward in tape.backwards)
     if not rows:
         raise PictureError(f"{path} cannot be drawn: the program has no backward")

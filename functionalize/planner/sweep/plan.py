@@ -92,6 +92,17 @@ def plan(
     A point that fails has an error in place of figures; if all fail, the first error is raised.
     Raises before anything is recorded: `PlanError` for a grid that does not fit the functions, and what
     `planner/sweep/points.py` refuses.
+
+        >>> def build(width=8):
+        ...     return torch.nn.Linear(width, width)
+        >>> def step(model, x):
+        ...     model(x).sum().backward()
+        ...     model.zero_grad()
+        >>> def inputs(batch=1, width=8):
+        ...     return torch.ones(batch, width)
+        >>> sweep = fz.plan(build, step, {"batch": [1, 64]}, inputs=inputs, world=1, target="cpu")
+        >>> [each.figures.row["peak"] for each in sweep.plans]
+        [616, 4388]
     """
     check_functions(build, step, inputs, grid, fixed)
     axes = {**{key: [value] for key, value in fixed.items()}, **(grid or {})}

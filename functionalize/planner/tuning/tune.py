@@ -90,6 +90,9 @@ def tune(
     pipelines: passes that are run on the best's program. top: how many settings are planned as they stand.
     progress: called with (stages done, stages, what is done now). fixed: other keys, as those of `fz.plan`.
     Raises `TuneError`, and the errors of `fz.plan`.
+
+        >>> found = fz.tune(build, step, inputs=inputs, world=64, limit="h100")  # doctest: +SKIP
+        >>> found.policy.apply(model)  # doctest: +SKIP
     """
     start = time.perf_counter()
     own: dict[str, Any] = {"target": target, "machine": machine, "pipelines": pipelines, "top": top}
