@@ -8,6 +8,7 @@ Markdown joins: the extension makes paragraphs of them.
 
 from __future__ import annotations
 
+import logging
 import os
 import posixpath
 import re
@@ -23,6 +24,9 @@ PAGES = {
     **{name: name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")},
 }
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+
+NOTEBOOK_LINK = re.compile(r'href="(?!\w+:)([^"#]+\.md)(#[^"]*)?"')
+LOG = logging.getLogger("mkdocs.hooks.mkdocs_pages")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -52,6 +56,21 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return text
 
     return LINK.sub(in_site, markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """A notebook, which comes as HTML, with links to pages of the site; `--strict` ends at one that leads nowhere."""
+    if not page.file.src_uri.endswith(".ipynb"):
+        return html
+    here = posixpath.dirname(page.file.src_uri)
+
+    def in_site(link: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(here, link[1]))
+        if files.get_file_from_path(path) is None:
+            LOG.warning("%s links to %s, which is no page", page.file.src_uri, link[1])
+        return f'href="{link[1].removesuffix(".md")}.html{link[2] or ""}"'
+
+    return NOTEBOOK_LINK.sub(in_site, html)
 
 
 class Parameters(griffe.Extension):

@@ -38,7 +38,7 @@ from benchmarks.machine import machine
 from functionalize import passes
 from functionalize.errors import PassError
 from functionalize.passes.base import FUNCTIONAL
-from functionalize.passes.verify import check
+from functionalize.passes.verify import verify
 from functionalize.util.gc_pause import only_young_collections
 
 WIDTH = 16
@@ -109,7 +109,7 @@ def ways(only: str | None) -> dict[str, Callable[[fz.Program], Callable[[], Any]
     found: dict[str, Callable[[fz.Program], Callable[[], Any]]] = {
         "copy": lambda p: p.copy,
         "lint": lambda p: p.graph.lint,
-        "check": lambda p: lambda: check(p),
+        "check": lambda p: lambda: verify(p),
         "recompile": lambda p: p.copy().graph_module.recompile,
         "run (no pass)": lambda p: lambda: passes.run(p, []),
     }
