@@ -18,6 +18,7 @@ from tests.fsdp import (
     test_microbatches,
     test_optimizers,
     test_persist,
+    test_pipelines,
 )
 from tests.fsdp.huggingface import CASES
 from tests.pages import Part
@@ -46,6 +47,10 @@ def rows() -> Iterator[Row]:
         "numbers that are live": (_ALONE.keys(), "test_optimizers.py"),
         "Hugging Face, dropout by default": (map(_model, CASES), "test_huggingface.py"),
         "a forward alone, backward outside": (test_boundary.CASES, "test_boundary.py"),
+        "pipelines": (
+            [f"`{kind}`{under}" for kinds, under in test_pipelines.TABLE for kind in kinds],
+            "test_pipelines.py",
+        ),
         "saved, loaded in another process": (test_persist.KINDS, "test_persist.py"),
     }
     for group, (titles, file) in proven.items():

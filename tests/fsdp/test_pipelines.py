@@ -85,6 +85,8 @@ def trained(kind, sharded, passes):
 
 
 KINDS = ["ScheduleGPipe", "Schedule1F1B", "ScheduleLoopedBFS", "ScheduleInterleaved1F1B"]
+SHARDED = ["Schedule1F1B", "ScheduleInterleaved1F1B"]
+TABLE = [(KINDS, ""), (SHARDED, ", stages under `fully_shard` on a 2×2 mesh")]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,7 +98,7 @@ def test_a_schedule(kind):
 
 @pytest.mark.long
 @pytest.mark.parametrize("passes", [None, "default", "fast"])
-@pytest.mark.parametrize("kind", ["Schedule1F1B", "ScheduleInterleaved1F1B"])
+@pytest.mark.parametrize("kind", SHARDED)
 def test_a_schedule_of_sharded_stages(kind, passes):
     for replays, text in run_on_ranks(trained, kind, True, passes, world=4):
         assert replays >= 0.7 * CALLS, text
