@@ -30,11 +30,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import torch
+from torch import Tensor
 
 from functionalize._compat.autograd import is_transformed
 from functionalize._compat.dispatch import current_modes
@@ -997,7 +999,16 @@ class CapturedStep(Generic[P, R]):
         meets_as = None if is_alone else self.core.name
         try:
             run = record(
-                self.core.fn, call, recorder, varying, outside, places, varies, meets_as, numbers
+                self.core.fn,
+                call,
+                recorder,
+                varying,
+                outside,
+                places,
+                varies,
+                meets_as,
+                numbers,
+                self._unowned_leaves(call.key),
             )
         except Exception as error:
             self._plain_reads |= was_refused(error)
@@ -1019,6 +1030,11 @@ class CapturedStep(Generic[P, R]):
             return NO_PLACES, None
         learned = functools.partial(self._varying.learned, previous.facts)
         return previous.moved | self._varying.found, learned
+
+    def _unowned_leaves(self, key: Hashable) -> Sequence[weakref.ref[Tensor]]:
+        """The leaf tensors whose `.grad` the step may assign, and that only its last recording has found."""
+        previous = self._previous(key)
+        return previous.unowned_leaves if previous is not None else ()
 
     def _previous(self, key: Hashable) -> RecordingSummary | None:
         """The summary with which a recording is compared: one of its kind, of any sizes until the step has settled."""

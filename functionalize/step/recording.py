@@ -28,6 +28,7 @@ import functools
 import gc
 import re
 import types
+import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -61,7 +62,7 @@ from functionalize.state.hyperparameters import liftable
 from functionalize.state.moving_state import Moves
 from functionalize.state.python_effects import check_leaves
 from functionalize.state.python_state import Filled
-from functionalize.state.sources import Gradient
+from functionalize.state.sources import Gradient, may_have_grad
 from functionalize.state.tensor_attributes import why_unreturnable
 from functionalize.step.step_state import EntryState, ExitState, kept_objects, state_around
 from functionalize.util.reading import is_a
@@ -93,6 +94,7 @@ class RecordingSummary:
     changed: the name of what the step changed and a replay would not, if it has one. clock: the one that it read.
     filled: deques that the step fills, and that will be full at some call. facts: the guards on Python state and on
     modules on entry. changes_objects: whether it changed what Python holds, by assignments or by repeated calls.
+    unowned_leaves: of the tensors that nothing known holds, those whose `.grad` the step may assign.
     """
 
     identities: list[Any]
@@ -108,6 +110,7 @@ class RecordingSummary:
     facts: tuple[Guard, ...] = ()
     held: frozenset[Any] = frozenset()
     changes_objects: bool = False
+    unowned_leaves: tuple[weakref.ref[Tensor], ...] = ()
 
     def differs(self, identities: list[Any]) -> bool:
         """Whether a later recording read tensors that were not there, or were others."""
@@ -217,6 +220,11 @@ class StepRecording:
             (self.entry.python_state, self.entry.modules),
             self._held,
             bool(places or self.exit.python_effects),
+            tuple(
+                weakref.ref(each.tensor)
+                for each in self.unowned
+                if self._is_unreachable(each) and not each.literal and may_have_grad(each.tensor)
+            ),
         )
 
     @property

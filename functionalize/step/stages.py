@@ -21,6 +21,7 @@ no rank waits for a rank that has refused.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -186,6 +187,7 @@ def record(
     varies: Callable[[PythonState], LivePlaces] | None = None,
     meets_as: str | None = None,
     numbers: Sequence[int] = (),
+    unowned: Sequence[weakref.ref[Tensor]] = (),
 ) -> RecordedRun | NotYet | Refused:
     """Inspect all objects that `fn` reaches, then run it for real while `recorder` is active.
 
@@ -195,11 +197,21 @@ def record(
     varying: hyperparameters that become live numbers, besides the learning rates. live: places in Python that earlier
     calls have moved. varies: finds those that code outside has changed, see `EntryState.now`. meets_as: the name of the
     step, under which ranks that record this call find each other. numbers: the leaves that are numbers and live.
+    unowned: leaf tensors that the last recording met and nothing known holds.
     """
     try:
         names = leaf_names(fn, call.spec)
         entry = EntryState.now(
-            fn, call.leaves, recorder, varying, names, hooks_run_outside, live, varies, numbers
+            fn,
+            call.leaves,
+            recorder,
+            varying,
+            names,
+            hooks_run_outside,
+            live,
+            varies,
+            numbers,
+            unowned,
         )
         _name_arguments(recorder.checks.outside, fn, call)
         recorder.early_storages = entry.places.early()

@@ -27,7 +27,7 @@ from functionalize.audit.signature import StateAround
 from functionalize.fsdp.python_state import FSDPEffects, FSDPState
 from functionalize.ir.epilogue import Action
 from functionalize.ir.guards import AliasGuard, ConstantGuard, Guard, TensorGuard, frozen_constant
-from functionalize.ir.inputs import Argument, Call, InputSpec, Source, chain_of
+from functionalize.ir.inputs import Argument, Call, Captured, InputSpec, Source, chain_of
 from functionalize.ir.outputs import SourceItself
 from functionalize.recorder.recorder import Recorder
 from functionalize.state.alias_guard import SharedGuard, outermost
@@ -144,6 +144,7 @@ class EntryState:
         live: LivePlaces = NO_PLACES,
         varies: Callable[[PythonState], LivePlaces] | None = None,
         numbers: Sequence[int] = (),
+        unowned: Sequence[weakref.ref[Tensor]] = (),
     ) -> EntryState:
         """Inspect all objects that `fn` reaches.
 
@@ -151,7 +152,8 @@ class EntryState:
         hooks_run_outside: whether autograd runs hooks of plain parameters, and no program does.
         live: the places in Python that the step moves.
         varies: finds by a walk those that code outside of it has changed. numbers: the leaves that are numbers and
-        live, unless code hands numbers on to C code that takes exact ones alone. Raises `UnmadeError`.
+        live, unless code hands numbers on to C code that takes exact ones alone. unowned: leaf tensors that an earlier
+        recording met and nothing known holds, as buffers of a pipeline's stage. Raises `UnmadeError`.
         """
         call, asks_nodes = Call(leaves, []), not recorder.checks.goes_outside
 
@@ -165,6 +167,13 @@ class EntryState:
         if (name := first_unmade(roots, leaves)) is not None:
             raise UnmadeError(name)
         found = list(parameters(roots, leaves))
+        known = {address(tensor) for _, _, tensor in found}
+        alive = [tensor for each in unowned if (tensor := each()) is not None]
+        found += [
+            (f"unowned_{i}", Captured(tensor), tensor)
+            for i, tensor in enumerate(alive)
+            if may_have_grad(tensor) and address(tensor) not in known
+        ]
         places = Places.now(roots, leaves, found, recorder.storages, state.live)
         if asks_nodes:
             recorder.checks.outside = made_outside(roots, leaves)
