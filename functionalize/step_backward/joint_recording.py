@@ -50,6 +50,7 @@ from functionalize.state.sources import Slot, plain_attributes
 from functionalize.state.step_guards import SlotGuard
 from functionalize.step.recording import StepRecording
 from functionalize.step.step_state import EntryState, ExitState, kept_objects, state_around
+from functionalize.step.vote import has_messages
 from functionalize.step_backward.boundary import RequestedGradients
 from functionalize.step_backward.pair import ForwardProgram
 from functionalize.step_backward.pair_builder import Half, PairBuilder, SavedValue
@@ -221,6 +222,11 @@ class JointRecording(StepRecording):
         self.expected, self.effects = expected, effects
 
     def refusal(self) -> str | None:
+        if has_messages(self.recorder):
+            return (
+                "sends or receives messages between two ranks, a second time where a backward that no program covers "
+                "runs the forward again (`backward=True`): capture the whole step"
+            )
         exit = self.end.exit
         forward = list(zip(exit.python_effects, exit.values, strict=True))
         schedules = next((each for each in forward if isinstance(each[0], SCHEDULING)), None)

@@ -212,6 +212,36 @@ def test_a_decision_by_a_received_number():
     assert "decides by a number that its graph computes" in second
 
 
+class Swapped(torch.autograd.Function):
+    """What the other rank has, and in backward its gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        other, theirs = 1 - dist.get_rank(), torch.empty_like(x)
+        sent = dist.isend(x, other)
+        dist.recv(theirs, other)
+        sent.wait()
+        return theirs
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Swapped.forward(ctx, gradient.contiguous())
+
+
+def captured_forward():
+    layer = nn.Linear(D, D)
+    forward = fz.capture(lambda x: Swapped.apply(layer(x)).square(), backward=True)
+    for _ in range(4):
+        forward(torch.randn(2, D)).sum().backward()
+    return forward.explain()
+
+
+@pytest.mark.filterwarnings("ignore::functionalize.errors.UncapturableWarning")
+def test_a_forward_that_may_run_again():
+    for text in run_on_ranks(captured_forward, world=2):
+        assert "0 programs" in text and "a second time where a backward that no program" in text
+
+
 def from_any_rank():
     def step(x):
         dist.recv(x)
