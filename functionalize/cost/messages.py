@@ -17,6 +17,7 @@ from functionalize.program.metadata import tensors_of
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 ALL_TO_ALL, BROADCAST, BARRIER = "all-to-all", "broadcast", "barrier"
+SEND, RECEIVE = "send", "receive"  # between two ranks
 _KINDS = (
     ("all_gather", ALL_GATHER),
     ("reduce_scatter", REDUCE_SCATTER),
@@ -25,8 +26,8 @@ _KINDS = (
     ("shard_dim_alltoall", ALL_TO_ALL),
     ("broadcast", BROADCAST),
     ("barrier", BARRIER),
-    ("send_message", "send"),
-    ("receive_message", "receive"),
+    ("send_message", SEND),
+    ("receive_message", RECEIVE),
 )
 
 
@@ -49,7 +50,7 @@ def message_of(node: fx.Node) -> Message:
 
 
 def sent(message: Message, ranks: int) -> int:
-    """Bytes that each rank of a ring sends. ranks: the size of the group, 0 if unknown."""
+    """Bytes that each rank of a ring sends; of a receive, those that arrive. ranks: of the group, 0 if unknown."""
     kind, _, nbytes_in, nbytes_out = message
     if ranks == 1:
         return 0

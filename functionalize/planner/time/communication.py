@@ -10,6 +10,8 @@
     all-to-all       n, n                                       n (g - 1) / g
     broadcast        n, n                                       n
     barrier          0, 0                                       0
+    send             n, 0                                       n
+    receive          0, n                                       0
 
 Bytes are the sizes of the tensors, including the padding of uneven shards, which FSDP2 sends too. The ranks of a group
 come from the `groups` argument, else from the process groups of this process. If an op of the program has the size as
@@ -30,7 +32,7 @@ from torch import fx
 from functionalize._compat.distributed import group_of_name
 from functionalize.cost.calls import arguments_of
 from functionalize.cost.costs import is_collective
-from functionalize.cost.messages import Message, group_name_of, sent
+from functionalize.cost.messages import RECEIVE, Message, group_name_of, sent
 from functionalize.ir.phases import phase_of
 from functionalize.planner.time.compute import Costs, call_costs, summed
 from functionalize.program.program import Program
@@ -152,7 +154,7 @@ def _traffic(node: fx.Node, message: Message, group: RankGroup) -> Traffic:
         count=1,
         nbytes_in=message.nbytes_in,
         nbytes_out=message.nbytes_out,
-        sent=sent(message, group.size),
+        sent=0 if message.kind == RECEIVE else sent(message, group.size),
     )
 
 

@@ -209,3 +209,22 @@ all-gather forward 4 54864
 all-gather backward 3 29520
 reduce-scatter backward 4 54864""",
     )
+
+
+def test_messages_between_two_ranks() -> None:
+    """A send counts the bytes of its tensor, a receive none; either takes its bytes over the link."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        theirs = torch.empty_like(x)
+        sent = torch.distributed.isend(x * 2, 1)
+        torch.distributed.recv(theirs, 1)
+        sent.wait()
+        return theirs + 1
+
+    with fake_process_group(0, 2):
+        program = fz.functions.trace(step, torch.ones(64))
+        found = communication(program)
+    assert [(r.kind, r.count, r.nbytes_in, r.nbytes_out, r.sent) for r in found] == [
+        ("send", 1, 256, 0, 256),
+        ("receive", 1, 0, 256, 0),
+    ]
