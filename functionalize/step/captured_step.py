@@ -631,9 +631,9 @@ class CapturedStep(Generic[P, R]):
             return Eager(_DISTURBED)
         if self.core.vote is None and self._has_live_numbers:
             if self._reader() is not None:
-                self._reader_notes.write()
+                self._reader_notes.write(self.stats.calls)
                 return self._eager_beside_reader()
-            if self._reader_notes.are_there():
+            if self._reader_notes.are_there(self.stats.calls):
                 return Eager(_READ)
         return Record(why)
 

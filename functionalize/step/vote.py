@@ -403,33 +403,27 @@ class ReaderNotes:
     """Says to ranks that do not vote yet that a call is not recorded here, as a thread may read its numbers.
 
     Without the note they would record alone, again and again, and be at rest when that thread has ended. A note is not
-    waited for: it holds for the call in which it is written and the next one, by the number of collectives issued.
+    waited for: it holds for the call in which it is written and the next one. call: the number of the call of the step.
     """
 
     def __init__(self, step: str) -> None:
         self._step = step
-        self._before: dict[str, int] = {}
 
-    def write(self) -> None:
+    def write(self, call: int) -> None:
         """A thread may read the numbers of this call on this rank."""
-        for name, store, number in self._groups():
-            store.set(self._key(name), str(number))
+        for store, key in self._places():
+            store.set(key, str(call))
 
-    def are_there(self) -> bool:
-        """Whether a rank has written one for this call or for the one before, in which this was asked, too."""
-        found = False
-        for name, store, number in self._groups():
-            before, self._before[name] = self._before.get(name, number), number
-            if store.check([self._key(name)]):
-                found |= int(store.get(self._key(name))) >= before
-        return found
+    def are_there(self, call: int) -> bool:
+        """Whether a rank has written one for this call or for the one before."""
+        return any(
+            store.check([key]) and int(store.get(key)) in (call - 1, call)
+            for store, key in self._places()
+        )
 
-    def _groups(self) -> Iterator[tuple[str, Any, int]]:
-        """The name of each group of several ranks, its store, how many collectives it has issued."""
+    def _places(self) -> Iterator[tuple[Any, str]]:
+        """For each group of several ranks, its store and the key of the note there."""
         for group in process_groups():
             store = store_of_group(group)
             if store is not None and group.size() > 1:
-                yield str(group.group_name), store, sequence_number(group)
-
-    def _key(self, group: str) -> str:
-        return f"functionalize/{self._step}/read/{group}"
+                yield store, f"functionalize/{self._step}/read/{group.group_name}"
