@@ -79,6 +79,11 @@ _LATE = (
     "sends messages between two ranks, and decides by a number that its graph computes (`.item()`): if a replay finds "
     "another number, its messages are sent already. Decide outside of the step, or by a tensor (`torch.where`)"
 )
+_LATE_OF_GROUP = (
+    "sends messages between two ranks, here or on another rank of its process group, and one of these decides by a "
+    "number that its graph computes (`.item()`): if a replay finds another number, messages are sent already. Decide "
+    "outside of the step, or by a tensor (`torch.where`)"
+)
 _LEFT_OUT = (
     "has passes that change collectives, which are left out on another rank of its process group, as that one sends "
     "messages between two ranks: capture it with passes='default'"
@@ -347,7 +352,7 @@ def agree(
     mine = _compared(mine, recorder)
     sends = has_messages(recorder)
     if sends:
-        mine = _without_late_numbers(mine, recorder)
+        mine = _without_late_numbers(mine, recorder, vote)
         compares = False  # passes that change collectives are left out
     if rendezvous is not None:
         return _agreed_by(rendezvous, mine, recorder, compares, sends)
@@ -366,15 +371,15 @@ def agree(
     return Agreed(outcome, vote)
 
 
-def _without_late_numbers(mine: Outcome, recorder: Recorder) -> Outcome:
-    """A refusal of a program with messages that relies on a number of its graph.
+def _without_late_numbers(mine: Outcome, recorder: Recorder, vote: RankVote | None) -> Outcome:
+    """A refusal of a program with messages if this rank, or one that it votes with, relies on a number of its graph.
 
     If such a number had another value, the step would run again and send its messages a second time, to ranks that
     have no part in the vote.
     """
-    if isinstance(mine, Refused) or not must_vote(recorder):
+    if isinstance(mine, Refused) or (vote is None and not must_vote(recorder)):
         return mine
-    if recorder.live:
+    if recorder.live or vote is not None:
         return Refused(UncapturableError(_LATE))
     return WarmUp(mine.summary, _LATE) if isinstance(mine, Built) else mine
 
@@ -402,7 +407,9 @@ def _agreed_by(
         if (reads or compares) and isinstance(mine, Built):
             mine = WarmUp(mine.summary, _ALONE)
         return Agreed(mine, None)
-    if _SENDS in said and compares and isinstance(mine, Built):
+    if _SENDS in said and _RELIES in said and not isinstance(mine, Refused):
+        mine = Refused(UncapturableError(_LATE_OF_GROUP))
+    elif _SENDS in said and compares and isinstance(mine, Built):
         mine = Refused(UncapturableError(_LEFT_OUT))
     if _READS not in said:
         return Agreed(mine, None)

@@ -212,6 +212,37 @@ def test_a_decision_by_a_received_number():
     assert "decides by a number that its graph computes" in second
 
 
+def beside_a_decision():
+    """Rank 0 decides by a number; rank 1 is in a group with it, and sends to rank 2, which is not."""
+    rank = dist.get_rank()
+    first, second = dist.new_group([0, 1]), dist.new_group([1, 2])
+
+    def step(x):
+        if rank == 2:
+            got = torch.empty_like(x)
+            dist.recv(got, 1, group=second)
+            return got
+        total = x * 2
+        dist.all_reduce(total, group=first)
+        if rank == 0:
+            return total * 3 if total.sum().item() > 0 else total
+        dist.send(total, 2, group=second)
+        return total
+
+    captured = fz.capture(step)
+    for call in range(1, 24):
+        x = torch.full((3,), float(-call if call % 7 == 5 else call))
+        wanted = x * 4 * (3 if rank == 0 and x[0] > 0 else 1)
+        assert torch.equal(captured(x), wanted), (rank, call)
+    return captured.explain()
+
+
+@pytest.mark.filterwarnings("ignore::functionalize.errors.UncapturableWarning")
+def test_a_decision_on_a_rank_that_sends_nothing():
+    texts = run_on_ranks(beside_a_decision, world=3)
+    assert all("one of these decides by a number" in text for text in texts[:2])
+
+
 class Swapped(torch.autograd.Function):
     """What the other rank has, and in backward its gradient."""
 
