@@ -276,6 +276,17 @@ def test_what_a_world_refuses():
             DeviceMesh("cuda", torch.ones(4).int())
 
 
+def test_rows_by_their_numbers_are_captured():
+    """`x[i]` has a size that depends on data where `i` is a mask, and only there."""
+    step = fz.capture(lambda x, i: x[i].sin())
+    with fz.world(2):
+        for _ in range(3):
+            step(torch.ones(4, 2), torch.zeros(3, dtype=torch.long))
+        assert step.program is not None and step.stats.replays
+        with pytest.raises(WorldError, match=r"aten.nonzero.default gives a result whose size"):
+            step(torch.ones(4, 2), torch.zeros(4, dtype=torch.bool))
+
+
 def test_meshes_that_are_none():
     for shape, message in (
         (8, r"a mesh is a shape, as \(64, 8\)"),
