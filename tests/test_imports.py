@@ -57,6 +57,7 @@ ORDER = [
     "planner.fake_world",
     "planner.lifetimes",
     "planner.sweep",
+    "planner.configs",
     "planner.calibration",
     "planner.tuning",
     "planner",

@@ -41,14 +41,15 @@ _PRINTED = "What is printed"
 Script = Annotated[
     str,
     typer.Argument(
-        metavar="SCRIPT", help="path/to/file.py or package.module, with `build` and `step`."
+        metavar="SCRIPT",
+        help="path/to/file.py or package.module, with `build` and `step`; or a config: hf:, trainer:, titan:.",
     ),
 ]
 Source = Annotated[
     str,
     typer.Argument(
         metavar="SCRIPT|FILE",
-        help="path/to/file.py or package.module; or a file.fzp that `capture -o` wrote.",
+        help="path/to/file.py, package.module or a config (hf:, trainer:, titan:); or a file.fzp of `capture -o`.",
     ),
 ]
 Pipeline = Annotated[
@@ -81,6 +82,14 @@ Set = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help="A parameter of these functions; repeatable. reshard=False and checkpoint=True work with any model.",
+        rich_help_panel=_SCRIPT,
+    ),
+]
+ShowScript = Annotated[
+    bool,
+    typer.Option(
+        "--show-script",
+        help="Print the script that a config stands for, and end.",
         rich_help_panel=_SCRIPT,
     ),
 ]
@@ -201,7 +210,7 @@ def _job(
     return Job(source, names, assignments(set_ or ()), world, mesh_sizes, rank, target)
 
 
-def _printed(as_json: Json = False, debug: Debug = False) -> None:
+def _printed(show_script: ShowScript = False, as_json: Json = False, debug: Debug = False) -> None:
     """The options on output."""
 
 
@@ -217,9 +226,16 @@ def command(source: Any) -> Callable[[Callable[..., int | None]], Callable[..., 
         first, *shared = _options(_job)
 
         @wraps(function)
-        def main(as_json: bool, debug: bool, **values: Any) -> None:
+        def main(show_script: bool, as_json: bool, debug: bool, **values: Any) -> None:
             of_job = {option.name: values.pop(option.name) for option in (first, *shared)}
-            run(lambda out: function(out, _job(**of_job), **values), as_json, debug)
+
+            def act(out: Out) -> int | None:
+                if show_script:
+                    _show_script(out, of_job[first.name])
+                    return 0
+                return function(out, _job(**of_job), **values)
+
+            run(act, as_json, debug)
 
         options = [first.replace(annotation=source), *own, *shared, *_options(_printed)]
         main.__signature__ = Signature(options)  # type: ignore[attr-defined]
@@ -228,6 +244,17 @@ def command(source: Any) -> Callable[[Callable[..., int | None]], Callable[..., 
         return main
 
     return registered
+
+
+def _show_script(out: Out, source: str) -> None:
+    from functionalize.planner.configs.sources import is_config, script_of
+
+    if not is_config(source):
+        raise UsageError(
+            f"{source} is a script: --show-script prints that of a config, as hf:models/qwen3"
+        )
+    text = script_of(source)
+    out.emit(lambda: {"script": text}, lambda console: print(text, end="", file=out.stdout))
 
 
 def _options(function: Callable[..., Any], but: tuple[str, ...] = ()) -> list[Parameter]:

@@ -1,7 +1,7 @@
 """A user's script: its functions by name, and the values of command-line options.
 
     with opened("train.py", FunctionNames()) as script:      or "package.module"; inside, its folder is on sys.path
-        script.build, script.step, script.inputs
+        script.build, script.step, script.inputs             or "hf:models/qwen3": the script made from a config
 
     assignments(["layers=4", "size=8B"])    {"layers": 4, "size": "8B"}       Python's literals, else text
     axis("batch=1,2,4")                     ("batch", [1, 2, 4])
@@ -18,6 +18,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import linecache
 import math
 import os
 import re
@@ -66,7 +67,13 @@ class Script:
 
 @contextmanager
 def opened(where: str, names: FunctionNames) -> Iterator[Script]:
-    """Import a script: `where` is the path of a file, or the name of a module."""
+    """Import a script: `where` is the path of a file, the name of a module, or names a config."""
+    from functionalize.planner.configs.sources import is_config, script_of  # needs torch
+
+    if is_config(where):
+        with _on_path(Path.cwd()), _from_text(where, script_of(where)) as module:
+            yield _script(where, module, names)
+        return
     path = Path(where)
     is_file = where.endswith(".py") or path.exists()
     if is_file and not path.is_file():
@@ -109,11 +116,28 @@ def _from_file(path: Path) -> Iterator[ModuleType]:
     if spec is None or spec.loader is None:
         raise UsageError(f"{path} is no Python file: give one that ends in .py, or package.module")
     module = importlib.util.module_from_spec(spec)
+    with _among_modules(module):
+        spec.loader.exec_module(module)
+        yield module
+
+
+@contextmanager
+def _from_text(where: str, text: str) -> Iterator[ModuleType]:
+    """Import a text as a module. Reports quote its lines, which no file has, from `linecache`."""
+    module, name = ModuleType("script_of_a_config"), f"<{where}>"
+    linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
+    with _among_modules(module):
+        exec(compile(text, name, "exec"), vars(module))
+        yield module
+
+
+@contextmanager
+def _among_modules(module: ModuleType) -> Iterator[None]:
+    name = module.__name__
     before = sys.modules.get(name)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
-        yield module
+        yield
     finally:
         if before is not None:
             sys.modules[name] = before
