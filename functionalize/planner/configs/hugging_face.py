@@ -150,7 +150,7 @@ def _config(transformers: Any, where: str) -> Any:
     if is_path and not Path(where).exists():
         raise UsageError(f"{where} is not there: give a folder with config.json, or that file")
     try:
-        return transformers.AutoConfig.from_pretrained(where)
+        return transformers.AutoConfig.from_pretrained(where, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UsageError(
