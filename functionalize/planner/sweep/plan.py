@@ -12,6 +12,8 @@
     print(found.text())
     found.largest("batch", limit=80e9)                    the largest batch that fits
 
+    fz.plan(model, optimizer, batch, world=64, shard=...)  the same of objects of this process, which stay as they are
+
 The arguments of `step` are the result of `build` (a tuple is spread, a dict becomes keyword arguments), then that of
 `inputs`, then the keys of the point that `step` has as parameters. Each point is a capture in a fake world
 (`planner/fake_world/world.py`). Consecutive points share what is equal: the world, the model and optimizer that were
@@ -29,9 +31,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from functionalize._compat.graphs import pytree
 from functionalize.cost.machines.machine import Machine
@@ -47,6 +50,7 @@ from functionalize.planner.machines.files import machine_of
 from functionalize.planner.report.text import Memory
 from functionalize.planner.sweep.changes import modules_of
 from functionalize.planner.sweep.figures import Figures, memory_of
+from functionalize.planner.sweep.live_objects import functions_of, untouched
 from functionalize.planner.sweep.points import (
     WORLD_KEYS,
     Point,
@@ -69,6 +73,21 @@ _MOST_CALLS = 8  # until a step settles; `capture` may refuse it before
 Progress = Callable[[int, int, Point], None]
 
 
+@overload
+def plan(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    *,
+    step: Callable[..., Any] | None = None,
+    shard: Callable[[Any], Any] | None = None,
+    grid: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+    **fixed: Any,
+) -> Sweep: ...
+
+
+@overload
 def plan(
     build: Callable[..., Any],
     step: Callable[..., Any],
@@ -77,8 +96,11 @@ def plan(
     inputs: Callable[..., Any] | None = None,
     progress: Progress | None = None,
     **fixed: Any,
-) -> Sweep:
-    """Plan a step at every point of a grid.
+) -> Sweep: ...
+
+
+def plan(*given: Any, **options: Any) -> Sweep:
+    """Plan a step at every point of a grid: of functions that make it, or of a model, an optimizer and a batch.
 
     grid: key -> values. fixed: keys with one value. Keys of the plan itself: `world` (the number of ranks), `mesh`
     (shape or names with sizes), `rank`, `target`, `reshard` (`reshard_after_forward` of every wrapped module but the
@@ -103,7 +125,53 @@ def plan(
         >>> sweep = fz.plan(build, step, {"batch": [1, 64]}, inputs=inputs, world=1, target="cpu")
         >>> [each.figures.row["peak"] for each in sweep.plans]
         [616, 4388]
+
+    Of a model, an optimizer and a batch, all tensors are copied without data, from any device or `meta`; the objects
+    stay as they are. Each rank has the whole model, unless `shard(model)` calls `fully_shard` on the copy.
+    batch: the tensors of a rank, or a function that makes them, which may take keys. A tuple is spread, a dict becomes
+    keyword arguments.
+    step: `step(model, optimizer, ...)` with the batch. Without it: `model(...)`, backward of the loss (`.loss` or
+    `["loss"]` of what it returns, or a tensor of one element), `optimizer.step()`, `optimizer.zero_grad()`.
+    Raises `PlanError` for what `planner/sweep/live_objects.py` refuses, as a model that is sharded already.
+
+        >>> model = torch.nn.Linear(8, 8)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> def step(model, optimizer, x):
+        ...     model(x).sum().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> sweep = fz.plan(model, optimizer, torch.ones(64, 8), step=step, world=1, target="cpu")
+        >>> sweep.plans[0].figures.row["peak"]
+        4972
     """
+    if isinstance(given[0] if given else options.get("model"), nn.Module):
+        return _plan_objects(*given, **options)
+    return _plan_functions(*given, **options)
+
+
+def _plan_objects(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    *,
+    step: Callable[..., Any] | None = None,
+    shard: Callable[[Any], Any] | None = None,
+    **options: Any,
+) -> Sweep:
+    build, step, inputs = functions_of(model, optimizer, batch, step, shard)
+    with untouched(model):
+        return _plan_functions(build, step, inputs=inputs, **options)
+
+
+def _plan_functions(
+    build: Callable[..., Any],
+    step: Callable[..., Any],
+    grid: Mapping[str, Any] | None = None,
+    *,
+    inputs: Callable[..., Any] | None = None,
+    progress: Progress | None = None,
+    **fixed: Any,
+) -> Sweep:
     check_functions(build, step, inputs, grid, fixed)
     axes = {**{key: [value] for key, value in fixed.items()}, **(grid or {})}
     functions = StepFunctions.of(list(axes), build, inputs, step)

@@ -125,7 +125,7 @@ class StepFunctions:
             own = of(point, self.keys["inputs"])
             _check_call("inputs", self.inputs, (), own)
             made = self.inputs(**own)
-        args, kwargs = _arguments(built, made)
+        args, kwargs = arguments(built, made)
         kwargs |= of(point, self.keys["step"])
         _check_call("step", self.step, args, kwargs)
         return made, args, kwargs
@@ -141,17 +141,14 @@ def _accepted(fn: Callable[..., Any] | None, keys: Sequence[str]) -> frozenset[s
     return frozenset(key for key in keys if key in named)
 
 
-def _arguments(built: Any, made: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the step. A tuple is spread, a dict becomes keyword arguments, any other object is one argument.
-
-    built: the result of `build`. made: the result of `inputs`.
-    """
+def arguments(*objects: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a call. A tuple is spread, a mapping becomes keyword arguments, any other object is one argument."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    for each in (built, made):
+    for each in objects:
         if isinstance(each, tuple):
             args += each
-        elif isinstance(each, dict):
+        elif isinstance(each, Mapping):
             kwargs |= each
         else:
             args.append(each)
