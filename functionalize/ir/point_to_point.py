@@ -39,8 +39,8 @@ RECEIVE = torch.ops._c10d_functional.receive_message.default
 SENT = torch.ops.functionalize.message_sent.default
 # As an eager step calls them.
 EAGER_SEND = torch.ops.c10d.send.default if dist.is_available() else None
-_EAGER_RECEIVE = torch.ops.c10d.recv_.default if dist.is_available() else None
-_MESSAGES = frozenset({SEND, RECEIVE, EAGER_SEND, _EAGER_RECEIVE})
+EAGER_RECEIVE = torch.ops.c10d.recv_.default if dist.is_available() else None
+_MESSAGES = frozenset({SEND, RECEIVE, EAGER_SEND, EAGER_RECEIVE})
 
 
 def is_message(target: object) -> bool:

@@ -164,6 +164,9 @@ class Watcher(TorchDispatchMode):
     def note_wait(self, work: Any) -> None:
         """A caller has waited for the work of a collective or a message."""
 
+    def note_question(self, work: Any) -> None:
+        """A caller asks whether a collective or a message has ended, or for its future."""
+
     def __enter__(self) -> Self:
         outermost = not self._entered
         if outermost:
@@ -345,6 +348,16 @@ def _unwatched_wait(original: Any) -> Any:
 
     wait.__doc__ = original.__doc__
     return wait
+
+
+def _noted_question(original: Any) -> Any:
+    def asks(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for recorder in _recorders()[:1]:
+            recorder.note_question(self)
+        return original(self, *args, **kwargs)
+
+    asks.__doc__ = original.__doc__
+    return asks
 
 
 def _undispatched(original: Any) -> Any:
@@ -688,6 +701,8 @@ def _group_patches() -> Iterator[Patch]:
     work = work_class()
     if work is not None:
         yield work, "wait", _unwatched_wait(getattr(work, "wait"))  # noqa: B009 (typed as a plain type)
+        for name in ("is_completed", "get_future"):
+            yield work, name, _noted_question(getattr(work, name))
 
 
 def _check_patches() -> Iterator[Patch]:

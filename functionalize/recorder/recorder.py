@@ -32,7 +32,7 @@ from functionalize.discharge.rules.mutations import written_arguments
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE, is_inplace_view
 from functionalize.errors import ForeignStorageError, FunctionalizeError
 from functionalize.ir.ops import Geometry, OpRecord, TensorRef, refs_in
-from functionalize.ir.point_to_point import EAGER_SEND, SENT
+from functionalize.ir.point_to_point import EAGER_RECEIVE, EAGER_SEND, SENT
 from functionalize.ir.worlds import FakeWorld, placed, world_directly_below
 from functionalize.program.early_guard import early_records
 from functionalize.recorder.checks import Checks
@@ -46,7 +46,7 @@ from functionalize.scalars.scalar_arguments import ScalarArguments, has_live, li
 from functionalize.scalars.scalar_log import FOREIGN_NUMBER, FrozenScalar, ScalarLog
 from functionalize.tape.notes import TapeNotes
 from functionalize.util.tensor_wrappers import plain_tensors
-from functionalize.util.user_stack import located
+from functionalize.util.user_stack import line_of, located
 
 aten = torch.ops.aten
 _LIFT_FRESH = aten.lift_fresh.default
@@ -101,6 +101,7 @@ class Recorder(Watcher):
             int, tuple[Any, int]
         ] = {}  # by its address: the work of a send, its number
         self._sent = 0
+        self._receives: dict[int, tuple[Any, OpRecord]] = {}  # those that nobody has waited for
         self.ignore_fake = ignore_fake
         self._met_number = False  # whether an argument of the current op is a symbolic number
         self._stand_ins = stand_ins
@@ -123,6 +124,12 @@ class Recorder(Watcher):
     def stop(self) -> None:
         self.tape.end()
         self._sends.clear()  # which hold what is sent
+        for _, record in self._receives.values():
+            self.checks.note(
+                f"starts to receive {line_of(record.traceback)}, and does not wait for it: call `wait()` of what "
+                "dist.irecv returns in the step"
+            )
+        self._receives.clear()
         if self.scalar_log is not None:
             learn_texts(self.scalar_log)
             self.scalar_log.close()
@@ -206,6 +213,9 @@ class Recorder(Watcher):
             work = work_of(out)
             self._sends[address(work)] = work, self._sent
             self._sent += 1
+        elif func is EAGER_RECEIVE and args[0][0].device.type == "cpu":
+            work = work_of(out)
+            self._receives[address(work)] = work, record
         if op.random:
             checks.generators_moved()
         if op.foreign:
@@ -353,9 +363,18 @@ class Recorder(Watcher):
 
     def note_wait(self, work: Any) -> None:
         """Record where a caller waits for a send: its wait in the graph must not come earlier."""
+        self._receives.pop(address(work), None)
         found = self._sends.pop(address(work), None)
         if found is not None:
             SENT(found[1])
+
+    def note_question(self, work: Any) -> None:
+        """Refuse a question whose answer depends on another rank's time."""
+        if address(work) in self._sends or address(work) in self._receives:
+            self.checks.note(
+                "asks whether a message between two ranks has ended (`is_completed`, `get_future`) "
+                f"{line_of(stack_here())}, which is another answer at each call: call `wait()`"
+            )
 
     def _after_mutation(
         self, record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -273,6 +273,50 @@ def test_a_forward_that_may_run_again():
         assert "0 programs" in text and "a second time where a backward that no program" in text
 
 
+def received_later():
+    """The receive of a step ends when the other rank sends, which waits for a message after the step."""
+    rank, kept = dist.get_rank(), []
+
+    def step(x):
+        got = torch.zeros(2)
+        kept.append(dist.irecv(got, 1))
+        return x + 1
+
+    captured = fz.capture(step)
+    for call in range(6):
+        if rank == 1:
+            dist.recv(torch.zeros(2), 0)
+            dist.send(torch.full((2,), float(call)), 0)
+            continue
+        captured(torch.ones(2))
+        dist.send(torch.ones(2), 1)
+        kept.pop().wait()
+    return captured.explain() if rank == 0 else ""
+
+
+def asked():
+    def step(x):
+        got = torch.zeros(2)
+        if dist.get_rank() == 1:
+            dist.send(x, 0)
+            return x
+        work = dist.irecv(got, 1)
+        while not work.is_completed():
+            work.wait()
+        return got
+
+    captured = fz.capture(step)
+    for call in range(6):
+        captured(torch.full((2,), float(call)))
+    return captured.explain()
+
+
+@pytest.mark.filterwarnings("ignore::functionalize.errors.UncapturableWarning")
+def test_what_depends_on_when_a_message_ends():
+    assert "and does not wait for it: call `wait()`" in run_on_ranks(received_later, world=2)[0]
+    assert "asks whether a message between two ranks has ended" in run_on_ranks(asked, world=2)[0]
+
+
 def from_any_rank():
     def step(x):
         dist.recv(x)
