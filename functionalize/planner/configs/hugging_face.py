@@ -25,6 +25,7 @@ from torch import nn
 
 from functionalize.errors import UsageError
 
+_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 _LONGEST = 4096  # tokens of a sequence by default, where a model takes more, or does not say
 
 
@@ -89,20 +90,22 @@ class Model:
 class Recipe:
     """How a script trains a model.
 
-    source: what the script is made from. policy: the arguments of `MixedPrecisionPolicy`; None: the parameters are
-    `dtype`, and all is computed and reduced in it. optimizer: an expression of a class, and arguments after parameters.
+    source: what the script is made from. dtype: of what is computed. policy: the arguments of `MixedPrecisionPolicy`;
+    None: the parameters have the dtype, too. optimizer: an expression of a class, and its arguments after parameters.
     clip: the largest norm of gradients; None: not clipped. deferred: whether gradients are reduced after the last
-    microbatch only. checkpoint_lines: how layers are set to be computed again; None: by the model's own method.
+    microbatch only. checkpoint: whether layers are computed again in backward, by the model's own method with
+    `checkpoint_options`, or, if `wraps`, by modules around them.
     """
 
     source: str
     dtype: str
-    policy: str | None = "getattr(torch, dtype), reduce_dtype=torch.float32"
+    policy: str | None = "dtype, reduce_dtype=torch.float32"
     batch: int = 1
     accumulate: int = 1
     reshard: bool = True
     checkpoint: bool = False
-    checkpoint_lines: tuple[str, ...] | None = None
+    checkpoint_options: str = ""
+    wraps: bool = False
     offload: bool = False
     use_cache: bool = False
     optimizer: tuple[str, str] = ("torch.optim.AdamW", "lr=1e-4, fused=True")
@@ -297,6 +300,7 @@ def _head(model: Model, recipe: Recipe) -> str:
             "",
             "import torch",
             *(f"import {module}" for module in sorted(modules)),
+            *(_imported(_WRAPPERS, ["checkpoint_wrapper"]) if recipe.wraps else ()),
             *_imported("torch.distributed.fsdp", names),
             *_imported("transformers", ["AutoConfig", model.name]),
             *(
@@ -327,18 +331,30 @@ def _build(model: Model, recipe: Recipe) -> str:
         "offload": recipe.offload,
         "mesh": None,
     }
-    if model.checkpointing is None and recipe.checkpoint_lines is None:
+    if model.checkpointing is None and not recipe.wraps:
         del options["checkpoint"]
-    config = "AutoConfig.from_pretrained(CONFIG)"
-    if hasattr(model.config, "use_cache"):
-        config = f"AutoConfig.from_pretrained(CONFIG, use_cache={recipe.use_cache})"
-    lines = [f"model = {model.name}({config})"]
-    if recipe.policy is None:
-        lines[0] += ".to(getattr(torch, dtype))"
-    if "checkpoint" in options:
-        lines += ["if checkpoint:"]
-        own = recipe.checkpoint_lines or (f"model.{model.checkpointing}()",)
-        lines += [f"    {line}" for line in own]
+    layers = ", ".join(model.layers) if len(model.layers) == 1 else f"({', '.join(model.layers)})"
+    cache = f", use_cache={recipe.use_cache}" if hasattr(model.config, "use_cache") else ""
+    lines = [
+        "dtype = getattr(torch, dtype)",
+        f"config = AutoConfig.from_pretrained(CONFIG{cache})",
+        f"model = {model.name}(config)"
+        if recipe.policy is not None
+        else f"model = {model.name}._from_config(config, dtype=dtype)",
+    ]
+    if recipe.wraps:
+        lines += [
+            "if checkpoint:",
+            "    for path, module in list(model.named_modules()):",
+            f"        if isinstance(module, {layers}):",
+            "            wrapped = checkpoint_wrapper(module, preserve_rng_state=False)",
+            "            model.set_submodule(path, wrapped)",
+        ]
+    elif "checkpoint" in options:
+        lines += [
+            "if checkpoint:",
+            f"    model.{model.checkpointing}({recipe.checkpoint_options})",
+        ]
     lines += ["options = {", '    "mesh": mesh,']
     if recipe.policy is not None:
         lines += [f'    "mp_policy": MixedPrecisionPolicy({recipe.policy}),']
@@ -346,7 +362,7 @@ def _build(model: Model, recipe: Recipe) -> str:
         '    "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),',
         "}",
         "for module in reversed(list(model.modules())):  # inner ones first",
-        f"    if isinstance(module, {_either(list(model.layers))}):",
+        f"    if isinstance(module, {layers}):",
         "        fully_shard(module, reshard_after_forward=reshard, **options)",
     ]
     if model.embedding is not None:
@@ -355,10 +371,13 @@ def _build(model: Model, recipe: Recipe) -> str:
         one = model.last[0] if len(model.last) == 1 else f"[{', '.join(model.last)}]"
         lines += [f"last = {one}", "fully_shard(last, reshard_after_forward=False, **options)"]
     kind, arguments = recipe.optimizer
-    lines += [
-        "fully_shard(model, **options)",
-        f"return model, {kind}(model.parameters(), {arguments})",
-    ]
+    lines += ["fully_shard(model, **options)"]
+    returned = f"return model, {kind}(model.parameters(), {arguments})"
+    lines += (
+        [returned]
+        if len(returned) <= 96
+        else [f"return model, {kind}(", f"    model.parameters(), {arguments}", ")"]
+    )
     words = (
         "parameters in float32, computed with in `dtype`"
         if recipe.policy is not None
@@ -465,10 +484,6 @@ def _length(config: Any) -> int:
 
 def _parameters(options: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in options.items())
-
-
-def _either(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"({', '.join(names)})"
 
 
 def _quoted(text: str) -> str:

@@ -10,7 +10,9 @@ What is printed and what is planned is one text. Raises `UsageError`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+from functionalize.errors import UsageError
 from functionalize.planner.configs.hugging_face import Recipe, described, script
 
 
@@ -30,4 +32,17 @@ def _of_hugging_face(where: str) -> str:
     return script(model, Recipe("its config", model.dtype))
 
 
-_MADE_BY: dict[str, Callable[[str], str]] = {"hf": _of_hugging_face}
+def _of_trainer(where: str) -> str:
+    from functionalize.planner.configs.trainer import read
+
+    path = Path(where)
+    model = described(str(path.parent))
+    recipe, layers = read(path, model.dtype)
+    if layers is not None:
+        model = described(str(path.parent), layers)
+    if recipe.checkpoint and not recipe.wraps and model.checkpointing is None:
+        raise UsageError(f"{where}: {model.name} has no activation checkpointing: leave it out")
+    return script(model, recipe)
+
+
+_MADE_BY: dict[str, Callable[[str], str]] = {"hf": _of_hugging_face, "trainer": _of_trainer}
