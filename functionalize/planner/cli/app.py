@@ -42,14 +42,14 @@ Script = Annotated[
     str,
     typer.Argument(
         metavar="SCRIPT",
-        help="path/to/file.py or package.module, with `build` and `step`; or a config: hf:, trainer:, titan:.",
+        help="path/to/file.py or package.module, with `build` and `step`; or a config: hf:, trainer:.",
     ),
 ]
 Source = Annotated[
     str,
     typer.Argument(
         metavar="SCRIPT|FILE",
-        help="path/to/file.py, package.module or a config (hf:, trainer:, titan:); or a file.fzp of `capture -o`.",
+        help="path/to/file.py, package.module or a config (hf:, trainer:); or a file.fzp of `capture -o`.",
     ),
 ]
 Pipeline = Annotated[

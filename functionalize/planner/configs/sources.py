@@ -2,7 +2,6 @@
 
     hf:models/qwen3         a config of transformers: a folder with config.json, that file, or the name of a repository
     trainer:run/args.json   transformers' TrainingArguments, beside the config.json of the model
-    titan:llama3.llama3_8b  a configuration of torchtitan: its module and its function
 
 What is printed and what is planned is one text. Raises `UsageError`.
 """
