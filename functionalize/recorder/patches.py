@@ -599,7 +599,8 @@ def _with_factors(original: Any) -> Any:
         finally:
             for recorder, start in places:
                 for record in recorder.records[start:]:
-                    if getattr(record.target, "namespace", "") == "c10d":
+                    target = getattr(record, "target", None)  # `record_memory` notes no records
+                    if getattr(target, "namespace", "") == "c10d":
                         record.args = tuple(_with_factor(a, factor) for a in record.args)
 
     reduce.__doc__ = original.__doc__

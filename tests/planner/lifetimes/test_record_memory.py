@@ -258,3 +258,21 @@ def test_tensors_without_a_storage_are_left_out(caplog: pytest.LogCaptureFixture
     assert noted.memory is not None and noted.memory.peak > 0
     with pytest.raises(UnsupportedTensorError, match="has no storage of its own"):
         noted(torch.tensor([1, 2]))  # its gradient is sparse, and there before the step
+
+
+def test_gradients_that_are_multiplied_and_summed_at_once() -> None:
+    """`PREMUL_SUM`, by which FSDP2 divides gradients on NCCL: its factor is in no record here."""
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+
+    with fz.world(2):
+        model = fully_shard(nn.Linear(8, 8))
+        model.set_gradient_divide_factor(4.0)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        noted = fz.record_memory(step)
+        noted()
+        noted()
+    assert noted.memory is not None and noted.memory.eager.peak
