@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from functionalize.planner.cli import main
+from functionalize.planner.cli import console, main
 
 TRAINING = str(Path(__file__).with_name("training.py"))
 
@@ -38,7 +39,8 @@ Command = Callable[..., Ran]
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Runs `functionalize` with some arguments."""
+    """Runs `functionalize` with some arguments; without lines of progress, which depend on the time that it takes."""
+    monkeypatch.setattr(console, "_LINE_EVERY", math.inf)
 
     def run(*args: object, columns: int = 100) -> Ran:
         monkeypatch.setenv("COLUMNS", str(columns))
