@@ -106,13 +106,13 @@ def work_of(boxed: Any) -> Any:
     return Work.unbox(boxed)
 
 
-def work_class() -> type | None:
-    """The class whose `wait` completes a collective; None in a build without distributed."""
+def work_classes() -> list[type]:
+    """The classes whose own `wait` completes a collective, that of fake groups too; none without distributed."""
     try:
         from torch._C._distributed_c10d import Work
     except ImportError:
-        return None
-    return Work
+        return []
+    return [Work, *(kind for kind in Work.__subclasses__() if "wait" in vars(kind))]
 
 
 # The modules between a call of a collective of Python objects and the functions below.

@@ -73,7 +73,7 @@ from functionalize._compat.dispatch import (
     kernel_settings,
     no_python_dispatch,
 )
-from functionalize._compat.distributed import EXCHANGES_OF_OBJECTS, object_functions, work_class
+from functionalize._compat.distributed import EXCHANGES_OF_OBJECTS, object_functions, work_classes
 from functionalize._compat.fsdp import FSDP_LABEL
 from functionalize._compat.modules import OPTIMIZER_LABEL
 from functionalize.ir.generators import GET_STATE, SEED, SET_STATE
@@ -699,9 +699,9 @@ def _group_patches() -> Iterator[Patch]:
     yield from _reduction_patches()
     for owner, name in object_functions():
         yield owner, name, _noted_exchange(getattr(owner, name))
-    work = work_class()
-    if work is not None:
+    for work in work_classes():
         yield work, "wait", _unwatched_wait(getattr(work, "wait"))  # noqa: B009 (typed as a plain type)
+    for work in work_classes()[:1]:
         for name in ("is_completed", "get_future"):
             yield work, name, _noted_question(getattr(work, name))
 
