@@ -20,6 +20,8 @@ in an op stream where eager waits for a send.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -39,8 +41,8 @@ RECEIVE = torch.ops._c10d_functional.receive_message.default
 SENT = torch.ops.functionalize.message_sent.default
 # As an eager step calls them.
 EAGER_SEND = torch.ops.c10d.send.default if dist.is_available() else None
-EAGER_RECEIVE = torch.ops.c10d.recv_.default if dist.is_available() else None
-_MESSAGES = frozenset({SEND, RECEIVE, EAGER_SEND, EAGER_RECEIVE})
+_EAGER_RECEIVE = torch.ops.c10d.recv_.default if dist.is_available() else None
+_MESSAGES = frozenset({SEND, RECEIVE, EAGER_SEND, _EAGER_RECEIVE})
 
 
 def is_message(target: object) -> bool:
@@ -48,35 +50,16 @@ def is_message(target: object) -> bool:
     return target in _MESSAGES
 
 
-@torch.library.impl(_LIBRARY, "send_message", "CompositeExplicitAutograd")
-def _send(input: Tensor, dst: int, tag: int, group_name: str) -> Tensor:
-    token = input.new_empty(0)
-    start_send(token, input, dst, tag, group_name)
-    return token
-
-
-@torch.library.impl(_LIBRARY, "receive_message", "CompositeExplicitAutograd")
-def _receive(
-    size: list[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    src: int,
-    tag: int,
-    group_name: str,
-) -> Tensor:
-    out = torch.empty(size, dtype=dtype, device=device)
-    start_receive(out, src, tag, group_name)
-    return out
-
-
-@torch.library.impl(_MARKS, "message_sent", "CompositeExplicitAutograd")
-def _message_sent(number: int) -> None:
-    """Nothing is left to do: eager has waited."""
-
-
 @torch.library.register_fake("_c10d_functional::send_message", lib=_LIBRARY)
 def _token(input: Tensor, dst: int, tag: int, group_name: str) -> Tensor:
     return input.new_empty(0)
+
+
+@torch.library.impl(_LIBRARY, "send_message", "CompositeExplicitAutograd")
+def _send(input: Tensor, *to: Any) -> Tensor:
+    token = _token(input, *to)
+    start_send(token, input, *to)
+    return token
 
 
 @torch.library.register_fake("_c10d_functional::receive_message", lib=_LIBRARY)
@@ -89,3 +72,15 @@ def _received(
     group_name: str,
 ) -> Tensor:
     return torch.empty(size, dtype=dtype, device=device)
+
+
+@torch.library.impl(_LIBRARY, "receive_message", "CompositeExplicitAutograd")
+def _receive(size: list[int], dtype: torch.dtype, device: torch.device, *source: Any) -> Tensor:
+    out = _received(size, dtype, device, *source)
+    start_receive(out, *source)
+    return out
+
+
+@torch.library.impl(_MARKS, "message_sent", "CompositeExplicitAutograd")
+def _message_sent(number: int) -> None:
+    """Nothing is left to do: eager has waited."""

@@ -58,9 +58,8 @@ def _groups(node: fx.Node) -> list[str]:
     """The process groups that a node communicates in, DTensor's own ops included."""
     if node.op != "call_function":
         return []
-    if is_message(
-        node.target
-    ):  # no worker thread takes part, and another message may have to start before its end
+    # No worker thread takes part in a message, and another one may have to start before it ends.
+    if is_message(node.target):
         return []
     if getattr(node.target, "namespace", "") == "_dtensor":
         return [a for a in node.args if isinstance(a, str)]

@@ -378,8 +378,8 @@ class Builder:
         runner: Callable[..., Any],
     ) -> Program:
         """Add the graph's output, eliminate dead code, move waits down to their first use, and make the program."""
-        for token in self.engine.sends:  # eager has not waited for it, so nobody reads after that
-            if token is not None:
+        for token in self.engine.sends:
+            if token is not None:  # the step never waits for it: its wait comes last
                 self.emit.call(WAIT, token)
         self.emit.graph.output(tuple(self._slots))
         drop_dead_code(self.emit.graph)

@@ -14,7 +14,7 @@ All are raised before the op runs, so that nothing segfaults.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from functionalize.discharge.rules.mutations import written_arguments
 from functionalize.discharge.rules.resizes import RESIZE_STORAGE, is_inplace_view
 from functionalize.errors import ForeignStorageError, FunctionalizeError
 from functionalize.ir.ops import Geometry, OpRecord, TensorRef, refs_in
-from functionalize.ir.point_to_point import EAGER_RECEIVE, EAGER_SEND, SENT
+from functionalize.ir.point_to_point import EAGER_SEND, SENT, is_message
 from functionalize.ir.worlds import FakeWorld, placed, world_directly_below
 from functionalize.program.early_guard import early_records
 from functionalize.recorder.checks import Checks
@@ -54,6 +54,15 @@ _DEVICE = torch.ops.prim.device.default
 _TENSORS = frozenset({Tensor, Parameter})
 _CONSTANTS = frozenset({bool, int, float, str, type(None), torch.dtype})
 _NO_BYTES = Geometry((0,), (1,), 0, torch.uint8)
+
+
+class _Message(NamedTuple):
+    """A message between two ranks that has started. number: of a send, in the op stream; None: it is a receive."""
+
+    work: Any
+    record: OpRecord
+    device: torch.device
+    number: int | None
 
 
 class Recorder(Watcher):
@@ -97,11 +106,9 @@ class Recorder(Watcher):
         self.scalar_arguments = ScalarArguments(self.scalar_log) if self.scalar_log else None
         self.observer = observer
         self.calls = CallLog()
-        self._sends: dict[
-            int, tuple[Any, int]
-        ] = {}  # by its address: the work of a send, its number
-        self._sent = 0
-        self._receives: dict[int, tuple[Any, OpRecord]] = {}  # those that nobody has waited for
+        # By the address of its work: the messages for which the step has not waited.
+        self._messages: dict[int, _Message] = {}
+        self._sent = 0  # how many were sent
         self.ignore_fake = ignore_fake
         self._met_number = False  # whether an argument of the current op is a symbolic number
         self._stand_ins = stand_ins
@@ -123,13 +130,7 @@ class Recorder(Watcher):
 
     def stop(self) -> None:
         self.tape.end()
-        self._sends.clear()  # which hold what is sent
-        for _, record in self._receives.values():
-            self.checks.note(
-                f"starts to receive {line_of(record.traceback)}, and does not wait for it: call `wait()` of what "
-                "dist.irecv returns in the step"
-            )
-        self._receives.clear()
+        self._end_messages()
         if self.scalar_log is not None:
             learn_texts(self.scalar_log)
             self.scalar_log.close()
@@ -209,13 +210,8 @@ class Recorder(Watcher):
             raise
         finally:
             self.suspended -= 1
-        if func is EAGER_SEND:
-            work = work_of(out)
-            self._sends[address(work)] = work, self._sent
-            self._sent += 1
-        elif func is EAGER_RECEIVE and args[0][0].device.type == "cpu":
-            work = work_of(out)
-            self._receives[address(work)] = work, record
+        if op.communicates and is_message(func):
+            self._note_message(record, out, args[0][0].device)
         if op.random:
             checks.generators_moved()
         if op.foreign:
@@ -361,21 +357,6 @@ class Recorder(Watcher):
         if self.observer is not None:
             self.observer.recorded(record, args)
 
-    def note_wait(self, work: Any) -> None:
-        """Record where a caller waits for a send: its wait in the graph must not come earlier."""
-        self._receives.pop(address(work), None)
-        found = self._sends.pop(address(work), None)
-        if found is not None:
-            SENT(found[1])
-
-    def note_question(self, work: Any) -> None:
-        """Refuse a question whose answer depends on another rank's time."""
-        if address(work) in self._sends or address(work) in self._receives:
-            self.checks.note(
-                "asks whether a message between two ranks has ended (`is_completed`, `get_future`) "
-                f"{line_of(stack_here())}, which is another answer at each call: call `wait()`"
-            )
-
     def _after_mutation(
         self, record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
@@ -405,6 +386,39 @@ class Recorder(Watcher):
             else:
                 new_kwargs[name] = self._map_in(written)
         record.args, record.resized = tuple(new_args), tuple(changed)
+
+    # -- messages between two ranks ----------------------------------------------------------------
+
+    def _note_message(self, record: OpRecord, out: Any, device: torch.device) -> None:
+        """A message has started. out: its work."""
+        work, number = work_of(out), None
+        if record.target is EAGER_SEND:
+            number, self._sent = self._sent, self._sent + 1
+        self._messages[address(work)] = _Message(work, record, device, number)
+
+    def note_wait(self, work: Any) -> None:
+        """Record where the step waits for a send: its wait in the graph must not come earlier."""
+        message = self._messages.pop(address(work), None)
+        if message is not None and message.number is not None:
+            SENT(message.number)
+
+    def note_question(self, work: Any) -> None:
+        """Refuse a question whose answer depends on another rank's time."""
+        if address(work) in self._messages:
+            self.checks.note(
+                "asks whether a message between two ranks has ended (`is_completed`, `get_future`) "
+                f"{line_of(stack_here())}, which is another answer at each call: call `wait()`"
+            )
+
+    def _end_messages(self) -> None:
+        """Refuse receives that outlive the step. On a device it may wait by another work, of a group of messages."""
+        for message in self._messages.values():
+            if message.number is None and message.device.type == "cpu":
+                self.checks.note(
+                    f"starts to receive {line_of(message.record.traceback)}, and does not wait for it: call `wait()` "
+                    "of what dist.irecv returns in the step"
+                )
+        self._messages.clear()  # which hold what is sent
 
     # -- resizes -------------------------------------------------------------------------------
 

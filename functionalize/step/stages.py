@@ -76,10 +76,6 @@ _ALONE = (
     "collectives, and another rank has not recorded this call: only ranks that record it together can replay it"
 )
 _LATE = (
-    "sends messages between two ranks, and decides by a number that its graph computes (`.item()`): if a replay finds "
-    "another number, its messages are sent already. Decide outside of the step, or by a tensor (`torch.where`)"
-)
-_LATE_OF_GROUP = (
     "sends messages between two ranks, here or on another rank of its process group, and one of these decides by a "
     "number that its graph computes (`.item()`): if a replay finds another number, messages are sent already. Decide "
     "outside of the step, or by a tensor (`torch.where`)"
@@ -408,7 +404,7 @@ def _agreed_by(
             mine = WarmUp(mine.summary, _ALONE)
         return Agreed(mine, None)
     if _SENDS in said and _RELIES in said and not isinstance(mine, Refused):
-        mine = Refused(UncapturableError(_LATE_OF_GROUP))
+        mine = Refused(UncapturableError(_LATE))
     elif _SENDS in said and compares and isinstance(mine, Built):
         mine = Refused(UncapturableError(_LEFT_OUT))
     if _READS not in said:

@@ -9,19 +9,11 @@ from torch import nn
 
 import functionalize as fz
 from functionalize.errors import UnsupportedOpError
+from tests.fsdp.models import Block
 from tests.ranks import run_on_ranks
 
 D, MICROBATCHES, CALLS = 8, 4, 14
 PASSES = [None, "", "default", "fast"]
-
-
-class Stage(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
 
 
 class Pipeline:
@@ -30,7 +22,7 @@ class Pipeline:
     def __init__(self):
         torch.manual_seed(dist.get_rank())
         self.rank, self.last = dist.get_rank(), dist.get_world_size() - 1
-        self.stage = Stage()
+        self.stage = Block(D)
         self.optimizer = torch.optim.AdamW(self.stage.parameters(), 1e-2)
 
     def step(self, x, target):
@@ -271,6 +263,36 @@ def captured_forward():
 def test_a_forward_that_may_run_again():
     for text in run_on_ranks(captured_forward, world=2):
         assert "0 programs" in text and "a second time where a backward that no program" in text
+
+
+def beside_one_that_sends():
+    """The passes of rank 0 change collectives; those of rank 1, which sends, are left out."""
+    rank = dist.get_rank()
+    first, second = dist.new_group([0, 1]), dist.new_group([1, 2])
+
+    def step(x):
+        if rank == 2:
+            dist.recv(x, 1, group=second)
+            return x + 1
+        total = x * 2
+        dist.all_reduce(total, group=first)
+        if rank == 1:
+            dist.send(total, 2, group=second)
+        return total + 1
+
+    captured = fz.capture(step, passes="fast")
+    for call in range(16):
+        assert torch.equal(
+            captured(torch.full((3,), float(call))), torch.full((3,), 4.0 * call + 1)
+        )
+    return captured.explain()
+
+
+@pytest.mark.filterwarnings("ignore::functionalize.errors.UncapturableWarning")
+def test_passes_of_a_rank_beside_one_that_sends():
+    first, second, third = run_on_ranks(beside_one_that_sends, world=3)
+    assert "left out on another rank of its process group" in first
+    assert "1 program" in second and "1 program" in third
 
 
 def received_later():

@@ -9,18 +9,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import functionalize as fz
+from tests.fsdp.models import Block
 from tests.ranks import run_on_ranks
 
 D, MICROBATCHES, CALLS = 8, 4, 16
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
 
 
 class Trainer:
@@ -39,7 +31,7 @@ class Trainer:
         self.models, self.is_first, self.is_last = [], 0 in numbers, count - 1 in numbers
         for number in numbers:
             torch.manual_seed(number)
-            model = nn.Sequential(Block(), Block())
+            model = nn.Sequential(Block(D), Block(D))
             if sharded:
                 for block in model:
                     fully_shard(block, mesh=shards)
