@@ -131,6 +131,7 @@ from functionalize.step.vote import (
     RankVote,
     ReaderNotes,
     VoteAfterGraph,
+    has_messages,
 )
 from functionalize.templates.call_keys import open_key
 from functionalize.util.gc_pause import only_young_collections
@@ -1072,7 +1073,8 @@ class CapturedStep(Generic[P, R]):
         verdict = judge(run, reasons, previous)
         outcome = build(verdict, lambda recording: self._build(recording, call))
         compares, together = self.core.options.compares, run.rendezvous
-        agreed = agree(outcome, run.recorder, self.core.vote, compares, rerun, together)
+        first = previous is None
+        agreed = agree(outcome, run.recorder, self.core.vote, compares, rerun, together, first)
         if agreed.vote is not None and self.core.vote is None:
             self.core.policy.rest.begin_together()
         self.core.vote = agreed.vote
@@ -1080,7 +1082,10 @@ class CapturedStep(Generic[P, R]):
         if isinstance(agreed.outcome, Built):
             self.core.unsettled.clear()
         elif isinstance(agreed.outcome, WarmUp):
-            votes = RankVote.of(run.recorder, compares) if together is None else None
+            is_alone = together is not None or has_messages(
+                run.recorder
+            )  # the others do not vote, either
+            votes = None if is_alone else RankVote.of(run.recorder, compares)
             if votes is None:  # else all ranks must record alike
                 self.core.unsettled.add(
                     call.reason, agreed.outcome.reason, agreed.outcome.changes_arguments

@@ -85,6 +85,7 @@ _LEFT_OUT = (
     "messages between two ranks: capture it with passes='default'"
 )
 _SENDS = "sends"  # messages between two ranks
+_AGAIN = "again"  # it has recorded before
 _READS, _RELIES = "reads", "relies"  # a number that may be live in the next recording; a number
 
 
@@ -338,20 +339,22 @@ def agree(
     compares: bool = False,
     rerun: bool = False,
     rendezvous: Rendezvous | None = None,
+    is_first: bool = False,
 ) -> Agreed:
     """Replace `mine` by the worst outcome of all ranks, if different outcomes would let ranks wait for each other.
 
     vote: the vote of earlier calls. compares: whether passes may have changed collectives. rerun: the forward ran
     again for a backward without a program, see Note [A backward that was not recorded] in `captured_forward.py`.
-    rendezvous: the ranks that record this call, for a step whose ranks have no vote.
+    rendezvous: the ranks that record this call, for a step whose ranks have no vote. is_first: whether the step has no
+    other recording.
     """
     mine = _compared(mine, recorder)
     sends = has_messages(recorder)
     if sends:
-        mine = _without_late_numbers(mine, recorder, vote)
+        mine = _without_late_numbers(mine, recorder, vote, is_first)
         compares = False  # passes that change collectives are left out
     if rendezvous is not None:
-        return _agreed_by(rendezvous, mine, recorder, compares, sends)
+        return _agreed_by(rendezvous, mine, recorder, compares, sends, is_first)
     joined = RankVote.of(recorder, compares)
     joined = joined | vote if joined is not None else vote
     if joined is None:
@@ -367,21 +370,35 @@ def agree(
     return Agreed(outcome, vote)
 
 
-def _without_late_numbers(mine: Outcome, recorder: Recorder, vote: RankVote | None) -> Outcome:
+def _without_late_numbers(
+    mine: Outcome, recorder: Recorder, vote: RankVote | None, is_first: bool
+) -> Outcome:
     """A refusal of a program with messages if this rank, or one that it votes with, relies on a number of its graph.
 
     If such a number had another value, the step would run again and send its messages a second time, to ranks that
-    have no part in the vote.
+    have no part in the vote. Of the first recording it is a warm-up: later calls may not do so, as a schedule of
+    pipelining whose ranks vote on shapes at its first call.
     """
     if isinstance(mine, Refused) or (vote is None and not must_vote(recorder)):
         return mine
     if recorder.live or vote is not None:
-        return Refused(UncapturableError(_LATE))
+        return _refused(mine, _LATE, is_first)
     return WarmUp(mine.summary, _LATE) if isinstance(mine, Built) else mine
 
 
+def _refused(mine: Outcome, why: str, is_first: bool) -> Outcome:
+    if not is_first or not isinstance(mine, (Built, WarmUp)):
+        return Refused(UncapturableError(why))
+    return mine if isinstance(mine, WarmUp) else WarmUp(mine.summary, why)
+
+
 def _agreed_by(
-    rendezvous: Rendezvous, mine: Outcome, recorder: Recorder, compares: bool, sends: bool
+    rendezvous: Rendezvous,
+    mine: Outcome,
+    recorder: Recorder,
+    compares: bool,
+    sends: bool,
+    is_first: bool,
 ) -> Agreed:
     """The outcome of ranks without a vote, and their vote if any of them relies on a number: Note [Who records].
 
@@ -397,20 +414,24 @@ def _agreed_by(
         *([_READS] if reads or compares else []),
         *([_RELIES] if reads and recorder.live else []),
         *([_SENDS] if sends else []),
+        *([] if is_first else [_AGAIN]),
     ]
-    said = rendezvous.gather(everyone.groups, words, [*Level.__members__, _READS, _RELIES, _SENDS])
+    every = [*Level.__members__, _READS, _RELIES, _SENDS, _AGAIN]
+    said = rendezvous.gather(everyone.groups, words, every)
     if said is None:
         if (reads or compares) and isinstance(mine, Built):
             mine = WarmUp(mine.summary, _ALONE)
         return Agreed(mine, None)
     if _SENDS in said and _RELIES in said and not isinstance(mine, Refused):
-        mine = Refused(UncapturableError(_LATE))
+        mine = _refused(mine, _LATE, _AGAIN not in said)
     elif _SENDS in said and compares and isinstance(mine, Built):
         mine = Refused(UncapturableError(_LEFT_OUT))
     if _READS not in said:
         return Agreed(mine, None)
     outcome = _worst(mine, max(level for level in Level if level.name in said))
-    votes = _RELIES in said or (compares and isinstance(outcome, Built))
+    # A number beside messages is none of the calls that are replayed.
+    votes = _SENDS not in said and _RELIES in said
+    votes |= compares and isinstance(outcome, Built)
     return Agreed(outcome, replace(everyone, compares=compares) if votes else None)
 
 

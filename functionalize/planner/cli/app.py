@@ -395,6 +395,9 @@ def plan(
     largest: Annotated[
         str | None, typer.Option(metavar="KEY", help="Search the largest that fits in --limit.")
     ] = None,
+    stages: Annotated[
+        bool, typer.Option("--stages", help="All ranks of a pipeline, with the time they wait.")
+    ] = False,
     limit: Limit = None,
     passes: Passes = None,
     alloc_conf: AllocConf = "",
@@ -427,6 +430,7 @@ def plan(
         csv,
         trace,
         training(tokens, price),
+        stages,
     )
     return planned(out, job, options)
 

@@ -42,7 +42,7 @@ class PlanOptions:
 
     grid: the values of each key to combine. pipeline, machine, alloc_conf: for all points.
     largest: a key whose largest value that fits in `limit` (bytes of the device) is searched.
-    training: a run whose days and cost are asked for. csv, trace: files to write.
+    training: a run whose days and cost are asked for. csv, trace: files to write. stages: as of `fz.plan`.
     """
 
     grid: Mapping[str, Sequence[Any]] = field(default_factory=dict)
@@ -54,6 +54,7 @@ class PlanOptions:
     csv: str | None = None
     trace: str | None = None
     training: Training | None = None
+    stages: bool = False
 
     def check(self, job: Job) -> None:
         """Raises `UsageError` for options that are invalid or contradict each other."""
@@ -104,6 +105,7 @@ def plan(out: Out, job: Job, options: PlanOptions) -> int:
                 script.step,
                 options.grid,
                 inputs=script.inputs,
+                stages=options.stages,
                 progress=lambda done, of, point: count(done, of, label(point, axes)),
                 **fixed,
             )

@@ -112,6 +112,7 @@ _COLLECTIVES = frozenset(
     address(getattr(torch.ops.c10d, name).default)
     for name in ("_allgather_base_", "_reduce_scatter_base_")
 )
+_RECEIVES = (torch.ops.c10d.recv_.default, torch.ops.c10d.recv_any_source_.default)
 _NUMBERS = (aten._local_scalar_dense.default, aten.item.default)
 
 
@@ -194,6 +195,9 @@ class WorldMode(FakeWorld):
         assumed = _ASSUMED_AT.get(address(func))
         if assumed is not None and type(out) is FakeTensor and out.numel() == 1:
             out.assumed = assumed(*args)  # type: ignore[attr-defined]
+        elif func in _RECEIVES:
+            for each in args[0]:
+                each.assumed = None  # what it was made with is overwritten
         return out
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -11,7 +11,7 @@ missing are made from descriptions of values there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,9 +21,9 @@ from functionalize.planner.lifetimes.step_memory import StepMemory
 from functionalize.planner.machines.constants import declared
 from functionalize.planner.report.text import Memory
 from functionalize.planner.sweep.training import Items
-from functionalize.planner.time.communication import Traffic, communication, members_of
+from functionalize.planner.time.communication import Traffic, communication, members_of, partners_of
 from functionalize.planner.time.compute import Costs, Work, call_costs, compute
-from functionalize.planner.time.step_time import StepTime, step_time, time_range
+from functionalize.planner.time.step_time import Scheduled, StepTime, step_times, time_ranges
 from functionalize.planner.timeline.timeline import EAGER, PROGRAM
 from functionalize.program.program import Program
 
@@ -34,6 +34,7 @@ class Figures:
 
     machine: the machine whose times are modelled. members: process group -> its ranks.
     items: what a rank trains on; None if that is not known. replay: whether the host replays the program.
+    rank: whose step it is. pipeline: the ranks that it waits for; None: they are taken to be where it waits for them.
     """
 
     _program: Program
@@ -42,6 +43,8 @@ class Figures:
     members: Mapping[str, Sequence[int]]
     items: Items | None = None
     replay: bool = False
+    rank: int = 0
+    pipeline: Pipeline | None = None
 
     def __repr__(self) -> str:
         return f"<Figures: {self.memory!r}, {self.time!r}>"
@@ -54,12 +57,13 @@ class Figures:
         alloc_conf: str = "",
         items: Items | None = None,
         replay: bool = False,
+        rank: int = 0,
     ) -> Figures:
         """Must be called inside the world of the program."""
         program.evaluate_for_costs()
         members = members_of(program)
         memory = memory_of(program, recorded, machine, members, alloc_conf)
-        return Figures(program, memory, machine, members, items, replay)
+        return Figures(program, memory, machine, members, items, replay, rank)
 
     @property
     def program(self) -> Program:
@@ -82,15 +86,28 @@ class Figures:
         return compute(self._program, self._costs)
 
     @cached_property
+    def partners(self) -> set[int]:
+        """The ranks with which it exchanges messages."""
+        return partners_of(self._program, self.members)
+
+    @property
+    def scheduled(self) -> Scheduled:
+        """What its modelled time follows from."""
+        return Scheduled(self._program, self.members, self._costs, self.rank)
+
+    @property
+    def _pipeline(self) -> Pipeline:
+        return self.pipeline or Pipeline([self])
+
+    @cached_property
     def time(self) -> StepTime:
         """The modelled time of a step."""
-        program, groups, costs = self._program, self.members, self._costs
-        return step_time(program, self.machine, groups=groups, replay=self.replay, costs=costs)
+        return self._pipeline.times[self.rank]
 
     @cached_property
     def time_range(self) -> tuple[float, float]:
         """The modelled seconds at the high and at the low end of the ranges of the machine's efficiency."""
-        return time_range(self._program, self.time, self.members, self._costs)
+        return self._pipeline.time_range
 
     @property
     def times(self) -> dict[str, Any]:
@@ -108,6 +125,7 @@ class Figures:
             "flops": self.time.flops,
             "step": self.time.seconds,
             "exposed": self.time.exposed,
+            **({"waiting": self.time.waiting} if self.pipeline is not None else {}),
             "mfu": self.time.mfu,
             "throughput": self.throughput,
             "nodes": self._program.nodes(),
@@ -122,6 +140,37 @@ class Figures:
     def throughput(self) -> float | None:
         """Items per second and rank, modelled; None where `inputs` returns no tensor."""
         return self.items.rate(self.time.seconds) if self.items is not None else None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Pipeline:
+    """Ranks of one step that wait for each other's messages, on one machine."""
+
+    ranks: Sequence[Figures]
+
+    @cached_property
+    def times(self) -> dict[int, StepTime]:
+        """The modelled time of the step by rank."""
+        first = self.ranks[0]
+        every = [each.scheduled for each in self.ranks]
+        found = step_times(every, first.machine, replay=first.replay)
+        return {each.rank: time for each, time in zip(self.ranks, found, strict=True)}
+
+    @cached_property
+    def time_range(self) -> tuple[float, float]:
+        """The modelled seconds at the high and at the low end of the ranges of the machine's efficiency."""
+        every = [each.scheduled for each in self.ranks]
+        return time_ranges(every, self.times[self.ranks[0].rank])
+
+
+def joined(ranks: Sequence[Figures]) -> list[Figures]:
+    """The same figures with times in which ranks wait for each other, where all that exchange messages are there."""
+    there = {each.rank for each in ranks}
+    talking = [each for each in ranks if each.partners]
+    if not all(each.partners <= there for each in talking):
+        return [*ranks]
+    pipeline = Pipeline(talking)
+    return [replace(each, pipeline=pipeline) if each.partners else each for each in ranks]
 
 
 def memory_of(

@@ -28,9 +28,9 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ from functionalize.planner.machines.constants import declared
 from functionalize.planner.machines.files import machine_of
 from functionalize.planner.report.text import Memory
 from functionalize.planner.sweep.changes import modules_of
-from functionalize.planner.sweep.figures import Figures, memory_of
+from functionalize.planner.sweep.figures import Figures, joined, memory_of
 from functionalize.planner.sweep.live_objects import functions_of, untouched
 from functionalize.planner.sweep.points import (
     WORLD_KEYS,
@@ -63,12 +63,16 @@ from functionalize.planner.sweep.points import (
 )
 from functionalize.planner.sweep.summary import Plan, Sweep
 from functionalize.planner.sweep.training import Items
-from functionalize.planner.time.communication import members_of
+from functionalize.planner.time.communication import members_of, partners_of
 from functionalize.program.program import Program
 from functionalize.step.captured_step import CapturedStep
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.text import without_numbers
 
+_ALONE = (
+    "the time that a rank waits for another one's messages is not in its seconds, as not all ranks that exchange them "
+    "are planned (rank {} is one): plan these, by `stages=True` or as a key `rank`"
+)
 _MOST_CALLS = 8  # until a step settles; `capture` may refuse it before
 Progress = Callable[[int, int, Point], None]
 
@@ -82,6 +86,7 @@ def plan(
     step: Callable[..., Any] | None = None,
     shard: Callable[[Any], Any] | None = None,
     grid: Mapping[str, Any] | None = None,
+    stages: bool = False,
     progress: Progress | None = None,
     **fixed: Any,
 ) -> Sweep: ...
@@ -94,6 +99,7 @@ def plan(
     grid: Mapping[str, Any] | None = None,
     *,
     inputs: Callable[..., Any] | None = None,
+    stages: bool = False,
     progress: Progress | None = None,
     **fixed: Any,
 ) -> Sweep: ...
@@ -108,6 +114,9 @@ def plan(*given: Any, **options: Any) -> Sweep:
     `machine` (a name, or a `Machine` of `cost/machines`; it also decides which kernels the target runs),
     `alloc_conf` (the text of `PYTORCH_ALLOC_CONF`). Every other key is passed to the functions with a parameter of its
     name.
+    stages: whether every rank is planned that messages lead to from that of a point, as the stages of a pipeline, a
+    row each. Ranks that exchange messages have the time of the slowest, in which they wait for each other, if all of
+    them are planned; else a remark says that they do not wait.
     progress: called with (points done, points, the next point).
 
     A step that cannot be captured has the memory that eager was recorded with, no time and no traffic, and a remark.
@@ -169,25 +178,45 @@ def _plan_functions(
     grid: Mapping[str, Any] | None = None,
     *,
     inputs: Callable[..., Any] | None = None,
+    stages: bool = False,
     progress: Progress | None = None,
     **fixed: Any,
 ) -> Sweep:
     check_functions(build, step, inputs, grid, fixed)
     axes = {**{key: [value] for key, value in fixed.items()}, **(grid or {})}
     functions = StepFunctions.of(list(axes), build, inputs, step)
-    planner, every = Planner(functions), list(points(axes))
+    planner, every = Planner(functions, stages), list(points(axes))
     check_points(every, functions)
-    found: dict[int, Plan] = {}
+    found: dict[int, list[Plan]] = {}
     with planner.searching():
         for i in planner.order(every):
             if progress is not None:
                 progress(len(found), len(every), every[i])
-            found[i] = planner.at(every[i])
-    plans = [found[i] for i in range(len(every))]
+            found[i] = planner.ranks(every[i])
+    plans = waiting([each for i in range(len(every)) for each in found[i]])
     if all(each.error is not None for each in plans):
         assert plans[0].cause is not None
         raise plans[0].cause
+    if stages and "rank" not in axes:
+        axes = {"rank": [], **axes}
     return Sweep(plans, tuple(axes), planner.searching)
+
+
+def waiting(plans: Sequence[Plan]) -> list[Plan]:
+    """The same plans, in which ranks of one step wait for each other's messages."""
+    steps: dict[str, list[int]] = {}
+    for i, each in enumerate(plans):
+        if each.figures is not None and each.figures.partners:
+            point = {key: value for key, value in each.point.items() if key != "rank"}
+            steps.setdefault(repr(point), []).append(i)
+    found = [*plans]
+    for step in steps.values():
+        before = [figures for i in step if (figures := plans[i].figures) is not None]
+        for i, figures in zip(step, joined(before), strict=True):
+            alone = [] if figures.pipeline is not None else [_ALONE.format(max(figures.partners))]
+            remarks = [*plans[i].remarks, *alone]
+            found[i] = replace(plans[i], figures=figures, remarks=remarks)
+    return found
 
 
 @dataclass(eq=False)
@@ -208,8 +237,8 @@ class _Open:
 class Planner:
     """Plans points one after the other; keeps the world and the model for the next point."""
 
-    def __init__(self, functions: StepFunctions) -> None:
-        self.functions = functions
+    def __init__(self, functions: StepFunctions, stages: bool = False) -> None:
+        self.functions, self.stages = functions, stages
         self._open: _Open | None = None
         self._reasons: dict[
             str, str
@@ -241,6 +270,18 @@ class Planner:
         except Exception as error:
             self.close()
             return Plan(point, error=in_short(error), cause=error)
+
+    def ranks(self, point: Point, timed: bool = True) -> list[Plan]:
+        """Plan one point; with `stages`, on every rank that messages lead to. timed: as of `at`."""
+        if not self.stages:
+            return [self.at(point, timed)]
+        found: dict[int, Plan] = {}
+        left = [int(point.get("rank", 0))]
+        while left:
+            rank = left.pop()
+            found[rank] = self.at({**point, "rank": rank}, timed)
+            left += sorted(found[rank].partners - {*found, *left}, reverse=True)
+        return [found[rank] for rank in sorted(found)]
 
     @contextmanager
     def searching(self) -> Iterator[Planner]:
@@ -300,22 +341,30 @@ class Planner:
             return self._plan(point, now, start, remarks + offloaded(now.built, memory), memory)
         recorded, program, _ = captured
         if not timed:
-            memory = memory_of(program, recorded, machine, members_of(program), conf)
-            return self._plan(point, now, start, [], memory)
+            members = members_of(program)
+            memory = memory_of(program, recorded, machine, members, conf)
+            partners = partners_of(program, members) if self.stages else set()
+            return self._plan(point, now, start, [], memory, partners)
         if point.get("passes"):
             from functionalize import passes  # here, as `passes` imports `functionalize`
 
             program = passes.run(program, point["passes"])
         items = items_of(made, now.built, now.world.size)
         replay = bool(point.get("passes"))
-        figures = Figures.of(program, recorded, machine, conf, items, replay)
+        figures = Figures.of(program, recorded, machine, conf, items, replay, now.world.rank)
         _ = figures.row  # computed now: process groups exist only inside the world
         remarks = idle_dimensions(now.world, figures.members)
         remarks += offloaded(now.built, figures.memory)
-        return self._plan(point, now, start, remarks, figures)
+        return self._plan(point, now, start, remarks, figures, figures.partners)
 
     def _plan(
-        self, point: Point, now: _Open, start: float, remarks: list[str], found: Figures | Memory
+        self,
+        point: Point,
+        now: _Open,
+        start: float,
+        remarks: list[str],
+        found: Figures | Memory,
+        partners: Set[int] = frozenset(),
     ) -> Plan:
         """The plan of a point. found: its figures; its memory alone if it has no program."""
         choices, assumed = now.world.choices.rows, dict(now.world.assumed)
@@ -324,7 +373,16 @@ class Planner:
         remarks += [memory.uncounted] if memory.uncounted else []
         seconds = time.perf_counter() - start
         recorded = None if figures is not None else memory
-        return Plan(point, figures, choices, assumed, seconds, remarks=remarks, recorded=recorded)
+        return Plan(
+            point,
+            figures,
+            choices,
+            assumed,
+            seconds,
+            remarks=remarks,
+            recorded=recorded,
+            partners=partners,
+        )
 
 
 def items_of(made: Any, built: Any, size: int) -> Items | None:

@@ -27,7 +27,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
@@ -52,6 +52,7 @@ class Plan:
     figures: its program, memory, traffic and time; None if the point failed.
     choices: the kernels that the target runs. assumed: lines that read a number from a fake tensor -> how often.
     remarks: what else a reader of the figures should know. recorded: the memory of a step that has no program.
+    partners: the ranks with which it exchanges messages.
     seconds: the duration of planning. error: the failure in one line, cause: its exception; None if there is none.
     """
 
@@ -64,6 +65,7 @@ class Plan:
     cause: Exception | None = None
     remarks: Sequence[str] = ()
     recorded: Memory | None = None
+    partners: Set[int] = frozenset()
 
     def __repr__(self) -> str:
         found = self.error or repr(self.figures or self.recorded)
@@ -78,8 +80,8 @@ class Plan:
 class PlansPoints(Protocol):
     """The methods of the planner that a sweep uses to plan more points."""
 
-    def at(self, point: Point, timed: bool = True) -> Plan:
-        """Plan one point. timed: whether its figures are wanted, or its memory alone."""
+    def ranks(self, point: Point, timed: bool = True) -> list[Plan]:
+        """Plan one point, on all ranks that are asked for. timed: whether figures are wanted, or memory alone."""
         ...
 
 
@@ -221,12 +223,14 @@ class Sweep:
         with self.searching() as planner:
 
             def fits(value: int) -> bool:
-                tried = planner.at({**point, key: value}, timed=False)
-                if tried.memory is None:
-                    raise PlanError(
-                        f"{key} {value} cannot be planned: {tried.error}"
-                    ) from tried.cause
-                return tried.memory.fit(limit, EAGER).refused is None
+                every = planner.ranks({**point, key: value}, timed=False)
+                for tried in every:
+                    if tried.memory is None:
+                        raise PlanError(
+                            f"{key} {value} cannot be planned: {tried.error}"
+                        ) from tried.cause
+                found = (tried.memory for tried in every if tried.memory is not None)
+                return all(memory.fit(limit, EAGER).refused is None for memory in found)
 
             if not fits(low):
                 raise PlanError(f"{key} {low} does not fit in {human_bytes(limit)}")
@@ -304,6 +308,7 @@ COLUMNS: tuple[_Column, ...] = (
     ("sent", "sent", human_bytes),
     ("step", "step (modelled)", human_seconds),
     ("exposed", "exposed", human_seconds),
+    ("waiting", "waiting", human_seconds),
     ("mfu", "MFU", lambda x: "" if x is None else f"{x:.0%}"),
     (
         "throughput",
@@ -317,9 +322,10 @@ COLUMNS: tuple[_Column, ...] = (
 _ASKED = (
     "program",
     "host",
+    "waiting",
     "days",
     "cost",
-)  # after passes, of offloaded tensors, of a training run
+)  # after passes, of offloaded tensors, for ranks of a pipeline, of a training run
 
 
 def efficiencies(times: Iterable[tuple[StepTime, tuple[float, float]]]) -> list[str]:

@@ -34,6 +34,7 @@ from functionalize.cost.calls import arguments_of
 from functionalize.cost.costs import is_collective
 from functionalize.cost.messages import RECEIVE, Message, group_name_of, sent
 from functionalize.ir.phases import phase_of
+from functionalize.ir.point_to_point import is_message
 from functionalize.planner.time.compute import Costs, call_costs, summed
 from functionalize.program.program import Program
 
@@ -142,6 +143,20 @@ def members_of(program: Program) -> dict[str, tuple[int, ...]]:
     known = Groups(program.graph)
     names = set(map(group_name_of, known.collectives))
     return {name: found for name in sorted(names) if (found := known[name].members) is not None}
+
+
+def partner_of(node: fx.Node, group: RankGroup) -> int:
+    """The other rank of a message. Ranks of a group whose members are unknown are counted within it."""
+    arguments = arguments_of(node)
+    other = int(arguments["dst"] if "dst" in arguments else arguments["src"])
+    return other if group.members is None else group.members[other]
+
+
+def partners_of(program: Program, groups: Mapping[str, Sequence[int]]) -> set[int]:
+    """The ranks that a step sends messages to, or receives them from. groups: the ranks of process groups by name."""
+    known = Groups(program.graph, groups)
+    messages = (node for node in known.collectives if is_message(node.target))
+    return {partner_of(node, known[group_name_of(node)]) for node in messages}
 
 
 def _traffic(node: fx.Node, message: Message, group: RankGroup) -> Traffic:

@@ -8,6 +8,9 @@
     time.spans                                   start and end of everything that runs, for pictures
     print(time.text())
 
+    times = step_times([program_0, program_1], machine)      of ranks that exchange messages, as a pipeline's stages
+    times[0].waiting                             seconds = compute + exposed + waiting: its bubbles
+
     compute        ████████░░████████████   the stream on which ops run
     all-gather     ██████████    ███
     exposed                ██               communication while the compute stream is idle
@@ -42,6 +45,11 @@ layer, so that nothing overlaps; the `prefetch` pass moves them.
 
 serial: with the host's own seconds (`Host` of the machine), those of eager dispatch or of a replay.
 
+Messages between two ranks, by all rules: one is posted when compute has come to it, moves when the other rank has
+posted its half (`meetings.py`), on a stream of its pair and direction, and compute waits for it where the program does.
+Of one rank alone, the other is taken to be there. A step of several ranks ends with the last of them: `waiting` is the
+time in which a rank neither computes nor communicates.
+
 Not modelled: a host that launches late on a GPU, memory bandwidth shared between streams, synchronization when Python
 reads a number. The model is of one rank in steady state, with others exactly as fast: no stragglers, failures or input
 pipeline.
@@ -63,6 +71,7 @@ from torch import fx
 
 from functionalize._compat.autograd import BACKWARD, RECOMPUTE
 from functionalize._compat.references import address
+from functionalize.cost.calls import arguments_of
 from functionalize.cost.costs import Cost, check_collective, is_collective, op_seconds
 from functionalize.cost.machines.efficiency import Host
 from functionalize.cost.machines.machine import Machine
@@ -71,7 +80,9 @@ from functionalize.cost.messages import (
     ALL_GATHER,
     ALL_REDUCE,
     BARRIER,
+    RECEIVE,
     REDUCE_SCATTER,
+    SEND,
     Message,
     kind_of,
     sent,
@@ -80,8 +91,9 @@ from functionalize.errors import PassError
 from functionalize.ir.phases import OPTIMIZER, in_backward, phase_of
 from functionalize.ir.waits import WAIT
 from functionalize.planner.report.rows import COMPUTE, Span, outside
-from functionalize.planner.time.communication import Groups
+from functionalize.planner.time.communication import Groups, RankGroup, partner_of
 from functionalize.planner.time.compute import Costs, call_costs
+from functionalize.planner.time.meetings import Alone, Meetings, Posted, run_together
 from functionalize.program.program import Program
 from functionalize.util.text import human_seconds
 
@@ -113,6 +125,7 @@ class StepTime:
     compute: time in which an op runs on the compute stream.
     communication: time in which at least one collective, or a copy on a communication stream, runs.
     exposed: the part of `communication` in which no op runs on the compute stream.
+    waiting: time in which the rank waits for others, and nothing runs.
     flops: of all ops; model_flops: without those of recomputation.
     mfu: None if there are no FLOPs. replay: whether the host replays.
     """
@@ -129,6 +142,7 @@ class StepTime:
     phases: tuple[PhaseTime, ...]
     spans: tuple[Span, ...]
     replay: bool = False
+    waiting: float = 0.0
 
     def __repr__(self) -> str:
         exposed = human_seconds(self.exposed)
@@ -149,6 +163,11 @@ class StepTime:
             f"on {self.machine_name}",
             f"  compute {human_seconds(self.compute)}; communication {human_seconds(self.communication)}, of which "
             f"{human_seconds(self.exposed)} exposed and {human_seconds(self.overlap)} behind compute",
+            *(
+                [f"  waits for other ranks {human_seconds(self.waiting)}"]
+                if self.waiting > 0.0
+                else []
+            ),
             f"  {self.flops:.3g} FLOPs, {self.model_flops:.3g} of them the model's"
             + ("" if self.mfu is None else f": a modelled MFU of {self.mfu:.1%}"),
             f"  {'phase':<10}{'seconds':>10}{'compute':>10}{'comm.':>10}{'exposed':>10}{'FLOPs':>10}",
@@ -176,6 +195,7 @@ class StepTime:
             "communication": self.communication,
             "exposed": self.exposed,
             "overlap": self.overlap,
+            "waiting": self.waiting,
             "flops": self.flops,
             "model_flops": self.model_flops,
             "mfu": self.mfu,
@@ -198,6 +218,15 @@ class StepTime:
         return next(names, "a machine of your own")
 
 
+class Scheduled(NamedTuple):
+    """What a schedule is made of: a program, the ranks of its process groups by name, its costs, its own rank."""
+
+    program: Program
+    groups: Mapping[str, Sequence[int]] | None = None
+    costs: Costs | None = None
+    rank: int = 0
+
+
 def step_time(
     program: Program,
     machine: Machine,
@@ -214,28 +243,44 @@ def step_time(
     replays the program, or dispatches its ops eagerly; of effect with `serial` on a machine with `host`. costs: of
     the program, if they are known. Raises `PassError` for an unknown `streams`.
     """
+    (found,) = step_times(
+        [Scheduled(program, groups, costs)], machine, streams=streams, replay=replay
+    )
+    return found
+
+
+def step_times(
+    ranks: Sequence[Scheduled],
+    machine: Machine,
+    *,
+    streams: str | None = None,
+    replay: bool = False,
+) -> list[StepTime]:
+    """The modelled time of a step of several ranks, in their order, which wait for each other's messages.
+
+    streams, replay: as of `step_time`. All have the seconds of the slowest. Raises `PlanError` where a message of one
+    is none of another.
+    """
     if streams is None:
         streams = "fsdp2" if machine.streams else "serial"
-    costs, known = costs or call_costs(program), Groups(program.graph, groups)
-    pieces = _schedule(program.graph, machine, known, streams, costs, replay)
-    seconds = max((piece.span.end for piece in pieces), default=0.0)
-    phases = tuple(_phases(pieces))
-    model = [piece for piece in pieces if piece.span.phase != RECOMPUTE]
-    ideal = sum(piece.ideal for piece in model)
-    return StepTime(
-        machine=machine,
-        streams=streams,
-        seconds=seconds,
-        compute=sum(phase.compute for phase in phases),
-        communication=sum(phase.communication for phase in phases),
-        exposed=sum(phase.exposed for phase in phases),
-        flops=sum(piece.flops for piece in pieces),
-        model_flops=sum(piece.flops for piece in model),
-        mfu=ideal / seconds if ideal else None,
-        phases=phases,
-        spans=tuple(piece.span for piece in pieces),
-        replay=replay,
+    every = _schedules(ranks, machine, streams, replay)
+    seconds = _seconds(every)
+    return [_time_of(pieces, seconds, machine, streams, replay) for pieces in every]
+
+
+def time_ranges(ranks: Sequence[Scheduled], time: StepTime) -> tuple[float, float]:
+    """The seconds of a step with every efficiency at the high, and at the low end of what was published.
+
+    ranks: whose schedules run together. time: the modelled time of one of them; its own seconds are both ends on a
+    machine without ranges.
+    """
+    if not time.machine.efficiency.ranges:
+        return time.seconds, time.seconds
+    fast, slow = (
+        _seconds(_schedules(ranks, time.machine.at(end), time.streams, time.replay))
+        for end in ("high", "low")
     )
+    return fast, slow
 
 
 def time_range(
@@ -244,20 +289,39 @@ def time_range(
     groups: Mapping[str, Sequence[int]] | None = None,
     costs: Costs | None = None,
 ) -> tuple[float, float]:
-    """The seconds of a step with every efficiency at the high, and at the low end of what was published.
+    """`time_ranges` of one rank. time: of that program. costs: of the program, if they are known."""
+    return time_ranges([Scheduled(program, groups, costs)], time)
 
-    time: the modelled time of that program; its own seconds are both ends on a machine without ranges.
-    costs: of the program, if they are known.
-    """
-    if not time.machine.efficiency.ranges:
-        return time.seconds, time.seconds
-    costs, known = costs or call_costs(program), Groups(program.graph, groups)
-    both = (
-        _schedule(program.graph, time.machine.at(end), known, time.streams, costs, time.replay)
-        for end in ("high", "low")
+
+def _seconds(every: Sequence[Sequence[_ScheduledSpan]]) -> float:
+    return max((piece.span.end for pieces in every for piece in pieces), default=0.0)
+
+
+def _time_of(
+    pieces: Sequence[_ScheduledSpan], seconds: float, machine: Machine, streams: str, replay: bool
+) -> StepTime:
+    """The time of one rank. seconds: of the step of all ranks."""
+    phases = tuple(_phases(pieces))
+    model = [piece for piece in pieces if piece.span.phase != RECOMPUTE]
+    ideal = sum(piece.ideal for piece in model)
+    compute, exposed = sum(p.compute for p in phases), sum(p.exposed for p in phases)
+    has_messages = any(piece.meets for piece in pieces)
+    return StepTime(
+        machine=machine,
+        streams=streams,
+        seconds=seconds,
+        compute=compute,
+        communication=sum(phase.communication for phase in phases),
+        exposed=exposed,
+        flops=sum(piece.flops for piece in pieces),
+        model_flops=sum(piece.flops for piece in model),
+        mfu=ideal / seconds if ideal else None,
+        phases=phases,
+        spans=tuple(piece.span for piece in pieces),
+        replay=replay,
+        # Without messages nothing but rounding is left.
+        waiting=max(seconds - compute - exposed, 0.0) if has_messages else 0.0,
     )
-    fast, slow = (max((piece.span.end for piece in pieces), default=0.0) for pieces in both)
-    return fast, slow
 
 
 def _phases(pieces: Sequence[_ScheduledSpan]) -> Iterator[PhaseTime]:
@@ -305,34 +369,35 @@ class _ScheduledSpan(NamedTuple):
     """A span and its work.
 
     communicates: whether it is a collective or a copy on a communication stream.
-    ideal: seconds for its FLOPs at the peak rate of its dtype.
+    ideal: seconds for its FLOPs at the peak rate of its dtype. meets: whether it is a message between two ranks.
     """
 
     span: Span
     communicates: bool
     flops: int = 0
     ideal: float = 0.0
+    meets: bool = False
 
 
-def _schedule(
-    graph: fx.Graph,
-    machine: Machine,
-    groups: Groups,
-    streams: str,
-    costs: Costs,
-    replay: bool = False,
-) -> list[_ScheduledSpan]:
-    """Schedule every node that needs time by the rules of `fsdp2`, `replay` or `serial`.
+def _schedules(
+    ranks: Sequence[Scheduled], machine: Machine, streams: str, replay: bool
+) -> list[list[_ScheduledSpan]]:
+    """Schedule every node that needs time, of all ranks together, by the rules of `fsdp2`, `replay` or `serial`.
 
-    costs: of the graph. replay: whether the host replays the program, instead of dispatching its ops eagerly;
-    `serial` counts either.
+    replay: whether the host replays the program, instead of dispatching its ops eagerly; `serial` counts either.
     """
     if streams not in _STREAMS:
         raise PassError(f"no streams `{streams}`; there are {', '.join(_STREAMS)}")
-    made = _STREAMS[streams](graph, machine, groups, costs)
-    if streams == "serial" and machine.host is not None:
-        made.host = _HostTime(machine.host, replay)
-    return made.run()
+    made, meetings = [], Alone() if len(ranks) == 1 else Meetings()
+    for program, groups, costs, rank in ranks:
+        known = Groups(program.graph, groups)
+        each = _STREAMS[streams](program.graph, machine, known, costs or call_costs(program))
+        each.meetings, each.rank = meetings, rank
+        if streams == "serial" and machine.host is not None:
+            each.host = _HostTime(machine.host, replay)
+        made.append(each)
+    run_together([each.steps() for each in made])
+    return [each.pieces for each in made]
 
 
 class _HostTime:
@@ -374,7 +439,9 @@ class _SerialSchedule:
         self.graph, self.machine, self.groups, self.costs = graph, machine, groups, costs
         # By the address of a cost, which `costs` holds: seconds, and those at the peak rate.
         self._seconds: dict[int, tuple[float, float]] = {}
-        self._spread: dict[str, tuple[int, int, bool]] = {}  # process group -> where its ranks are
+        self._spread: dict[
+            RankGroup, tuple[int, int, bool]
+        ] = {}  # process group -> where its ranks are
         self.pieces: list[_ScheduledSpan] = []
         self.free: dict[str, float] = defaultdict(float)  # stream -> when it is free
         self.link: dict[str, float] = defaultdict(float)  # process group -> when it is free
@@ -382,9 +449,12 @@ class _SerialSchedule:
         # What each node reads: `all_input_nodes` makes a list at every access.
         self.read = {node: node.all_input_nodes for node in graph.nodes}
         self.host: _HostTime | None = None
+        self.rank, self.meetings = 0, Meetings()
+        self.posted: dict[fx.Node, Posted] = {}  # messages that have not been waited for
 
-    def run(self) -> list[_ScheduledSpan]:
-        ready, costs, view = self.ready, self.costs, self.view
+    def steps(self) -> Iterator[Posted]:
+        """Schedule all nodes; yields each message that is waited for before the other rank has come to it."""
+        ready, costs, view, posted = self.ready, self.costs, self.view, self.posted
         for node, read in self.read.items():
             at = max([ready[n] for n in read], default=0.0)
             if node.op != "call_function":
@@ -393,13 +463,49 @@ class _SerialSchedule:
             if self.host is not None:
                 self.host.note(node)
             cost = costs[node]
-            if cost.free:
+            if posted and node.target is WAIT and read[0] in posted:
+                half = posted.pop(read[0])
+                if not half.is_known:
+                    yield half
+                ready[node] = self.ended(read[0], half)
+            elif cost.free:
                 ready[node] = view(node, at)
-            elif cost.message is not None:
-                ready[node] = self.collective(node, at, cost.message)
-            else:
+            elif cost.message is None:
                 ready[node] = self.op(node, at)
-        return self.pieces
+            elif cost.message.kind in (SEND, RECEIVE):
+                posted[node] = self.post(node, max(at, self.free[COMPUTE]), cost.message)
+                ready[node] = at
+            else:
+                ready[node] = self.collective(node, at, cost.message)
+        for node, half in posted.items():
+            if not half.is_known:
+                yield half
+            self.ended(node, half)
+
+    def post(self, node: fx.Node, at: float, message: Message) -> Posted:
+        """Come to this rank's half of a message that could start at `at`."""
+        sends, group = message.kind == SEND, self.groups[message.group]
+        there = partner_of(node, group)
+        ends = (self.rank, there) if sends else (there, self.rank)
+        nbytes = sent(message, 2)
+        if self.costs[node].on_host:
+            check_collective(node, nbytes)
+        spread = self._spread_of(RankGroup(message.group, 2, ends))
+        seconds = self.machine.collective_seconds(message.kind, nbytes, *spread)
+        stream = f"send to rank {there}" if sends else f"receive from rank {there}"
+        half = Posted(at, seconds, stream)
+        return self.meetings.post((*ends, group.members), arguments_of(node)["tag"], sends, half)
+
+    def ended(self, node: fx.Node, half: Posted) -> float:
+        """A message has ended, for which compute waits; return its end."""
+        message, meta = self.costs[node].message, node.meta
+        assert message is not None
+        phase, module = meta.get("phase", ""), meta.get("module", "")
+        nbytes = sent(message, 2)
+        span = Span(half.stream, node.name, half.start, half.end, phase, module, nbytes)
+        self.pieces.append(_ScheduledSpan(span, True, meets=True))
+        self.free[COMPUTE] = max(self.free[COMPUTE], half.end)
+        return half.end
 
     def view(self, node: fx.Node, at: float) -> float:
         """Return when a view, a wait or a number whose inputs are ready at `at` is ready."""
@@ -426,20 +532,23 @@ class _SerialSchedule:
     def send(self, stream: str, node: fx.Node, at: float, message: Message) -> float:
         """Schedule a collective on a stream, no earlier than `at`; return its end."""
         group = self.groups[message.group]
-        machine = self.machine
-        spread = self._spread.get(group.name)
-        if spread is None:
-            on_a_node = group.on_a_node(machine.ranks_per_node)
-            spread = group.size, on_a_node, group.across(machine.ranks_per_pod)
-            self._spread[group.name] = spread
         nbytes = sent(message, group.size)
         if self.costs[node].on_host:
             check_collective(node, nbytes)
-        seconds = machine.collective_seconds(message.kind, nbytes, *spread)
+        seconds = self.machine.collective_seconds(message.kind, nbytes, *self._spread_of(group))
         at = max(at, self.link[group.name])
         end = self._add(stream, node, at, seconds, True, 0, nbytes)
         self.link[group.name] = end
         return end
+
+    def _spread_of(self, group: RankGroup) -> tuple[int, int, bool]:
+        """How many ranks a group has, how many of them are on one node, and whether they are in several pods."""
+        spread = self._spread.get(group)
+        if spread is None:
+            on_a_node = group.on_a_node(self.machine.ranks_per_node)
+            spread = group.size, on_a_node, group.across(self.machine.ranks_per_pod)
+            self._spread[group] = spread
+        return spread
 
     def _add(
         self,
