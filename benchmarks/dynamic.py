@@ -123,7 +123,7 @@ def measure(
         ),
         "side by side": lambda step: fz.capture(step, passes=passes, dynamic=False),
         "defaults": lambda step: fz.capture(step, passes=passes),
-        "dynamic": lambda step: fz.capture(step, passes=passes, dynamic=True, max_programs=128),
+        "dynamic": lambda step: fz.capture(step, passes=passes, dynamic=True),
         COMPILED: lambda step: step,
     }
     steps, trained = {}, {}

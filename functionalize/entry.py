@@ -33,7 +33,6 @@ def capture(
     *,
     passes: Sequence[Any] | str | None = None,
     on_uncapturable: OnUncapturable = "eager",
-    max_programs: int = 16,
     backward: bool = False,
     compile: Compile = None,
     memory: bool = False,
@@ -47,7 +46,6 @@ def capture(
     *,
     passes: Sequence[Any] | str | None = None,
     on_uncapturable: OnUncapturable = "eager",
-    max_programs: int = 16,
     backward: bool = False,
     compile: Compile = None,
     memory: bool = False,
@@ -60,7 +58,6 @@ def capture(
     *,
     passes: Sequence[Any] | str | None = None,
     on_uncapturable: OnUncapturable = "eager",
-    max_programs: int = 16,
     backward: bool = False,
     compile: Compile = None,
     memory: bool = False,
@@ -76,27 +73,25 @@ def capture(
     on_uncapturable: the behaviour of calls after one that could not be captured: "eager" runs them, after one
     `UncapturableWarning` per reason, with the object, the line and what to change; "raise" raises `UncapturableError`
     before anything runs, for tests and for those who want to know.
-    max_programs: the number of programs that are cached (shapes, train and eval, microbatches); at the limit the least
-    recently used one is dropped.
     backward: whether `train_step` is a forward on whose outputs the caller calls `backward()`: the backward becomes a
     program as well, see `captured_forward.py`.
     compile: the runner of the programs: Inductor (not bit for bit), CUDA graphs, or (None) op by op. A
     program that cannot be compiled is refused like a step that cannot be captured, with a `CompileError`.
     memory: record the lifetimes of storages, for `step.memory`, and the module of each op.
     audit: which calls run for real and are compared with the program: "auto" (a schedule with ever longer distances),
-    a number n (every n-th call; 1: all), False (none), "raise" ("auto", and a difference raises `AuditError`). A
-    difference drops the program and is logged, see `docs/capture/audits.md`.
+    a number n (every n-th call, and every n-th new size; 1: all), False (none), "raise" ("auto", and a difference
+    raises `AuditError`). A difference drops the program and is logged, see `docs/capture/audits.md`.
     allowance: what the step may cost beyond eager, in eager steps, besides 5 % of its calls and what replays return:
     `docs/capture/recording.md`. None: any, so every call that no program covers is recorded at once, as with
     `backward`.
     dynamic: once two or three calls that differ in sizes only were recorded, predict the programs for other sizes. The
     first call of new sizes is replayed where it is known that nothing decides by them otherwise, else it runs for real
-    and is compared with its program. With a number n one in n is compared in any case (True: 8; 1: all). With "auto"
-    this begins at the second recorded size of a kind of call, and never with `memory`, `compile` or `backward`. False:
-    each size has a program of its own. See `docs/capture/lengths.md`.
+    and is compared with its program; one in eight is compared in any case. With "auto" this begins at the second
+    recorded size of a kind of call, and never with `memory`, `compile` or `backward`. False: each size has a program of
+    its own. See `docs/capture/lengths.md`.
 
     Exceptions of the step propagate unchanged. Raises `ValueError` for an unknown mode, for `memory` with `backward`,
-    and for `dynamic=True` or a number with `memory` or `compile`.
+    and for `dynamic=True` with `memory` or `compile`.
 
         >>> weight = torch.ones(2, requires_grad=True)
         >>> optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -117,7 +112,6 @@ def capture(
     options = CaptureOptions.of(
         passes,
         on_uncapturable,
-        max_programs,
         compile,
         memory,
         audit,
@@ -132,7 +126,6 @@ def capture(
             capture,
             passes=passes,
             on_uncapturable=on_uncapturable,
-            max_programs=max_programs,
             backward=backward,
             compile=compile,
             memory=memory,

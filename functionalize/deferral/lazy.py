@@ -32,7 +32,6 @@ from functionalize.errors import PassError
 from functionalize.step.options import CaptureOptions
 from functionalize.util.switches import mode
 
-MAX_PROGRAMS = 16  # of one captured callable
 DEFAULT_BUDGET = float(2**30)
 _SHOWN = 20
 
@@ -40,12 +39,10 @@ _SHOWN = 20
 class Lazy:
     """What `fz.lazy` returns; may be entered any number of times, one block inside another, too."""
 
-    def __init__(
-        self, pipeline: Sequence[Any], enabled: bool, max_bytes: float, max_programs: int
-    ) -> None:
+    def __init__(self, pipeline: Sequence[Any], enabled: bool, max_bytes: float) -> None:
         self._enabled, self._pipeline = enabled, pipeline
         self._calls: list[LazyModule | LazyOptimizer] = []
-        self._runs = Runs(pipeline, max_programs)
+        self._runs = Runs(pipeline)
         self._mode = LazyMode(self._runs, max_bytes)
         self._depth = self._thread = 0
         self._is_on = False
@@ -127,7 +124,7 @@ class Lazy:
 
     @staticmethod
     def _options(pipeline: Sequence[Any]) -> CaptureOptions:
-        return CaptureOptions.of(pipeline, "eager", MAX_PROGRAMS, None, allowance=None)
+        return CaptureOptions.of(pipeline, "eager", None, allowance=None)
 
     def explain(self) -> str:
         """How many ops waited, who looked, which programs there are, and how their kinds of iterations differ."""
@@ -140,30 +137,27 @@ def lazy(
     passes: Sequence[Any] | str = (),
     enabled: bool = True,
     max_bytes: float = DEFAULT_BUDGET,
-    max_programs: int = 256,
 ) -> Lazy:
     """A context manager: inside, ops on CPU tensors wait until somebody looks at what they compute.
 
     passes: a pipeline for the programs, as for `fz.capture`. enabled: False switches everything off: ops run as in
-    eager. max_bytes: of pending results, after which they are computed. max_programs: of those that are kept.
+    eager. max_bytes: of pending results, after which they are computed.
     Results are bitwise equal to eager's, unless a pass or `passes="fast"` says otherwise. See `docs/lazy.md`.
-    Raises `PassError` for a pipeline that cannot be parsed, `ValueError` for `max_programs` or `max_bytes` below 1.
+    Raises `PassError` for a pipeline that cannot be parsed, `ValueError` for `max_bytes` below 1.
 
         >>> with fz.lazy():
         ...     y = torch.ones(3).sin().sum()  # waits
         ...     print(y > 2)  # somebody looks
         tensor(True)
     """
-    if max_programs < 1 or max_bytes < 1:
-        raise ValueError(
-            f"max_programs and max_bytes are at least 1, not {max_programs}, {max_bytes}"
-        )
+    if max_bytes < 1:
+        raise ValueError(f"max_bytes is at least 1, not {max_bytes}")
     enabled = enabled and mode() != "off"
     if isinstance(passes, str):
         from functionalize import passes as package  # here, as `passes` imports `functionalize`
 
-        return Lazy(package.parse(passes), enabled, max_bytes, max_programs)
-    return Lazy(tuple(passes), enabled, max_bytes, max_programs)
+        return Lazy(package.parse(passes), enabled, max_bytes)
+    return Lazy(tuple(passes), enabled, max_bytes)
 
 
 def _report(mode: LazyMode, runs: Runs, enabled: bool, refused: str | None) -> str:

@@ -1,6 +1,6 @@
 """How a stream runs: one by one when it is new, as a program from its second time on.
 
-    runs = Runs(passes, max_programs)
+    runs = Runs(passes)
     runs.run(stream)          computes what is pending; returns what it was: a `Kind`
 
     x.mul_(0.9); p.addcdiv_(m, v, value=-0.1)       the first time: 0.9 and -0.1 are constants
@@ -43,6 +43,7 @@ from functionalize.run.boxed import boxed
 from functionalize.util.structure import flatten
 from functionalize.util.user_stack import line_of
 
+_MOST_PROGRAMS = 256  # that are kept
 _KINDS_PER_PROGRAM = 4  # kinds without a program that are remembered
 
 
@@ -68,9 +69,9 @@ class Kind:
 class Runs:
     """The kinds of streams met so far, and the program of each that came twice. compiles: programs made."""
 
-    def __init__(self, pipeline: Sequence[Any], max_programs: int) -> None:
+    def __init__(self, pipeline: Sequence[Any]) -> None:
         self.compiles = 0
-        self._pipeline, self._max = pipeline, max_programs
+        self._pipeline = pipeline
         self._kinds: OrderedDict[Any, Kind] = OrderedDict()
         self._found = 0
 
@@ -113,7 +114,7 @@ class Runs:
         kind = Kind(self._found, stream.ops, line, differs, numbers)
         self._found += 1
         self._kinds[key] = kind
-        if len(self._kinds) > self._max * _KINDS_PER_PROGRAM:
+        if len(self._kinds) > _MOST_PROGRAMS * _KINDS_PER_PROGRAM:
             self._kinds.popitem(last=False)
         return kind
 
@@ -125,7 +126,7 @@ class Runs:
             return
         self.compiles += 1
         programs = [each for each in self._kinds.values() if each.compiled is not None]
-        for each in programs[: len(programs) - self._max]:
+        for each in programs[: len(programs) - _MOST_PROGRAMS]:
             each.compiled = None
 
     def _difference(self, key: Any, stream: Stream) -> str:

@@ -58,8 +58,7 @@ _EVERY = 32  # calls between recordings, at first: each compares other sizes
 
 def takes_late_sizes(options: CaptureOptions) -> bool:
     """Whether results of a step may have sizes that are known only while the graph runs."""
-    compares_all = options.dynamic is not True and options.dynamic == 1
-    return bool(options.dynamic) and not compares_all and not options.compares
+    return bool(options.dynamic) and not options.compares
 
 
 class LateSizes:
@@ -230,8 +229,7 @@ class LateSizes:
 
 
 def _no_classes(core: StepCore) -> _LateClasses:
-    dynamic = core.options.dynamic
-    return _LateClasses(_EVERY if isinstance(dynamic, (bool, str)) else dynamic)
+    return _LateClasses(core.options.audit.every or _EVERY)
 
 
 def _has_counts(recording: StepRecording) -> bool:

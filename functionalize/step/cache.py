@@ -41,7 +41,9 @@ from functionalize.util.text import without_numbers
 from functionalize.walk.fact_text import NUMBERS
 
 log = logging.getLogger("functionalize")
-MAX_PROGRAM_BYTES = 2**30  # of all programs of a step
+MOST_PROGRAMS = 64  # of a step
+MAX_PROGRAM_BYTES = 2**30  # of all of them
+_USELESS = 16  # programs that are dropped in a row without a replay: no more is recorded
 _NODE_NBYTES = 6_000  # resident memory per node, with its op record and code
 RESTS = "the step rests, as calls like the last ones were of no use"
 FIRST = "the first call"
@@ -260,14 +262,13 @@ def _numbers(cached: CachedProgram) -> list[tuple[str, str]]:
 
 
 class ProgramCache:
-    """At most `limit` programs of one step, called `name` in messages, of at most 1 GiB unless one has more.
+    """At most `MOST_PROGRAMS` programs of one step, called `name` in messages, of at most 1 GiB unless one has more.
 
     policy, stats: those of the step, which see what is replayed and what is dropped.
     """
 
-    def __init__(self, name: str, limit: int, policy: Policy, stats: Stats) -> None:
-        self._name, self._limit = name, limit
-        self._policy, self._stats = policy, stats
+    def __init__(self, name: str, policy: Policy, stats: Stats) -> None:
+        self._name, self._policy, self._stats = name, policy, stats
         self.by_key: dict[Hashable, list[CachedProgram]] = {}  # the last used first
         self._used: OrderedDict[CachedProgram, Hashable] = OrderedDict()  # the last used at the end
         self._misses: Counter[str] = Counter()
@@ -302,7 +303,7 @@ class ProgramCache:
     @property
     def thrashing(self) -> bool:
         """Whether programs are added and dropped without a replay."""
-        return self._unused_in_a_row >= self._limit
+        return self._unused_in_a_row >= min(_USELESS, MOST_PROGRAMS)
 
     def give_up(self) -> None:
         """Drop the programs that were of no use, and no longer count them as thrashing."""
@@ -463,7 +464,7 @@ class ProgramCache:
         self._used[cached] = key
 
     def _is_full(self, new: CachedProgram) -> bool:
-        if len(self._used) >= self._limit:
+        if len(self._used) >= MOST_PROGRAMS:
             return True
         return bool(self._used) and sum(c.nbytes for c in (*self._used, new)) > MAX_PROGRAM_BYTES
 
@@ -489,7 +490,7 @@ class ProgramCache:
             "(%d times): %s",
             self._name,
             len(self._used) + 1,
-            "`max_programs`" if len(self._used) + 1 >= self._limit else "1 GiB",
+            "the most that are kept" if len(self._used) + 1 >= MOST_PROGRAMS else "1 GiB",
             end,
             times,
             self._example[kind],

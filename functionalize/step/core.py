@@ -104,7 +104,7 @@ class StepCore:
         return sum(min(n * one, of_class) for n in waiting.values())
 
     def _empty_cache(self) -> ProgramCache:
-        return ProgramCache(self.name, self.options.max_programs, self.policy, self.stats)
+        return ProgramCache(self.name, self.policy, self.stats)
 
     def forget(self) -> None:
         """Drop every program, and what calls have cost and returned."""

@@ -32,7 +32,7 @@ log = logging.getLogger("functionalize")
 
 OnUncapturable = Literal["raise", "eager"]
 Compile = Literal["inductor", "cudagraphs"] | None
-Dynamic = bool | int | Literal["auto"]
+Dynamic = bool | Literal["auto"]
 _DEFAULT = AuditSchedule.of("auto")
 # A replay writes parameters and states in place, as eager does. Else it would keep a second copy of them, and take up
 # to three times as long as eager where the time of a step is that of its optimizer's memory.
@@ -46,7 +46,7 @@ class CaptureOptions:
     passes: the passes that are applied to a recorded program. runner: makes the callable that runs its graph.
     compares: whether ranks compare the collectives of their programs, since passes may change collectives.
     raises: whether a step that cannot be captured raises; else it runs eagerly.
-    max_programs: the size of the cache. memory: whether lifetimes of storages and modules of ops are recorded.
+    memory: whether lifetimes of storages and modules of ops are recorded.
     audit: which calls are audited. allowance: what the step may cost beyond eager, in eager steps; None: any.
     dynamic: whether programs are predicted for sizes that were not recorded; False if "auto" does not go with the other
     options. why_static: why they are not; empty if they are. keeps_recorded: whether a program is also kept as it was
@@ -58,7 +58,6 @@ class CaptureOptions:
     runner: Callable[[Program], Callable[..., Sequence[Any]]]
     compares: bool
     raises: bool
-    max_programs: int
     memory: bool = False
     audit: AuditSchedule = _DEFAULT
     allowance: float | None = ALLOWANCE
@@ -71,7 +70,6 @@ class CaptureOptions:
     def of(
         pipeline: Sequence[Any] | str | None,
         on_uncapturable: OnUncapturable,
-        max_programs: int,
         compile: Compile,
         memory: bool = False,
         audit: AuditOption = "auto",
@@ -85,16 +83,10 @@ class CaptureOptions:
         Raises `ValueError` for an unknown mode or schedule, `PassError` for a text that cannot be parsed."""
         if on_uncapturable not in ("raise", "eager"):
             raise ValueError(f"on_uncapturable is 'raise' or 'eager', not {on_uncapturable!r}")
-        if max_programs < 1:
-            raise ValueError(f"max_programs is at least 1, not {max_programs}")
         if allowance is not None and not allowance >= 0:
             raise ValueError(f"allowance is at least 0 eager steps, or None, not {allowance}")
-        is_number = type(dynamic) is int and dynamic >= 1
-        if type(dynamic) is not bool and not is_number and dynamic != "auto":
-            raise ValueError(
-                "dynamic is True, False, 'auto', or a number n >= 1 (every n-th new size is compared), not "
-                f"{dynamic!r}"
-            )
+        if type(dynamic) is not bool and dynamic != "auto":
+            raise ValueError(f"dynamic is True, False or 'auto', not {dynamic!r}")
         other = "memory=True" if memory else f"compile={compile!r}" if compile is not None else ""
         if dynamic == "auto":
             why_static = other or ("backward=True, without dynamic=True" if backward else "")
@@ -117,7 +109,6 @@ class CaptureOptions:
             made,
             compares,
             raises,
-            max_programs,
             memory,
             schedule,
             allowance,
@@ -151,10 +142,9 @@ class CaptureOptions:
         """What predicts programs for other sizes; None without `dynamic`."""
         if not self.dynamic:
             return None
-        is_auto = self.dynamic == "auto"
-        every = EVERY if is_auto or self.dynamic is True else int(self.dynamic)
         # Ranks that compare what programs send replay none before its passes, which an early template does not have.
-        return LengthClasses(every, is_auto, FEWEST if self.compares else EARLY)
+        fewest = FEWEST if self.compares else EARLY
+        return LengthClasses(self.audit.every or EVERY, self.dynamic == "auto", fewest)
 
     @property
     def rewrites(self) -> bool:

@@ -40,7 +40,6 @@ Tensors = Tensor | Sequence[Tensor]
 def capture_backward(
     *,
     passes: Sequence[Any] | str = (),
-    max_programs: int = 16,
     audit: AuditOption = "auto",
     allowance: float | None = ALLOWANCE,
 ) -> TapeBackward:
@@ -60,7 +59,6 @@ def capture_backward(
         CaptureOptions.of(
             passes,
             "eager",
-            max_programs,
             None,
             False,
             audit,

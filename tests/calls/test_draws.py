@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import functionalize as fz
 from functionalize.calls.draws import state_of
 from functionalize.errors import SaveError
+from functionalize.step import cache
 from tests.calls import trainers
 from tests.calls.trainers import CALLS, Between, Drawer, compare, nothing
 
@@ -204,8 +205,9 @@ def as_a_rate(self: Trainer, x: Tensor) -> Tensor:
     return nn.functional.dropout(x, self.rng.uniform(0, 0.5), training=False)
 
 
-def test_a_number_that_c_code_takes_is_guarded() -> None:
-    captured = compared(as_a_rate, max_programs=2)
+def test_a_number_that_c_code_takes_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "MOST_PROGRAMS", 2)
+    captured = compared(as_a_rate)
     assert captured.stats.replays == 0
     assert any("draw_1" in text for text in captured.stats.guard_failures)
 

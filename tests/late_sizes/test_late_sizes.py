@@ -78,8 +78,9 @@ def test_calls_that_compute_no_size_are_replayed_beside_those_that_do(body: Body
     assert captured.stats.replays >= 20, captured.explain()
 
 
-def test_calls_are_compared_again_and_again() -> None:
-    captured = trained(selected, [40] * 60, dynamic=4)
+def test_calls_are_compared_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_sizes, "_EVERY", 4)
+    captured = trained(selected, [40] * 60, dynamic=True)
     first = captured.stats.captures
     assert "one in so many later" in "".join(captured.stats.guard_failures)
     assert 8 <= first <= 20

@@ -19,22 +19,21 @@ import functionalize as fz
 from functionalize.step import pass_schedule
 from functionalize.templates.leaves import leaves_of
 from tests.laws.sized_programs import SizedProgram, SizesOfCalls, sized_programs
+from tests.lengths.capturing import NEVER, capture
 
 # Importing torch's op database loads a profile of its own, which has fewer examples: the number is said here.
 EXAMPLES = 2000 if settings().max_examples > 1000 else 16
-NEVER = 1000  # new sizes between comparisons
 PASSES = "recompute_views,elide_copies{parts=true},merge_duplicates,reinplace"
 
 
 def check(program: SizedProgram, seed: int, every: int) -> Any:
     """Call a captured program at sizes in random order, and compare every call with eager."""
     draw, passes = random.Random(seed), PASSES if seed % 3 == 0 else ""
-    captured = fz.capture(
+    captured = capture(
         program.run,
-        dynamic=every,
+        every=every,
         passes=passes,
         audit=False,
-        max_programs=128,
         on_uncapturable="eager",
     )
     sizes = program.sizes

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import functionalize as fz
+from tests.lengths.capturing import capture
 from tests.step.twins import same_state
 from tests.steps import make_loss_step
 
@@ -41,14 +41,14 @@ def trained(
 
     Every new size is compared, if no option says otherwise.
     """
-    options = {"dynamic": 1, "audit": False} | options
+    options = ({} if "dynamic" in options else {"every": 1}) | {"audit": False} | options
     steps, models = [], []
     for _ in range(2):
         model = make()
         optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
         steps.append(make_loss_step(lambda x, model=model: loss_of(model, x), optimizer))
         models.append(model)
-    captured = fz.capture(steps[0], **options)
+    captured = capture(steps[0], **options)
     for i, size in enumerate(sizes):
         x = torch.randn(*size, 8, generator=torch.Generator().manual_seed(i))
         found = []

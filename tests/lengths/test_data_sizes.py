@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import functionalize as fz
 from tests.fsdp.twins import bits
+from tests.lengths.capturing import capture
 from tests.ranks import run_on_ranks
 from tests.steps import make_loss_step
 
@@ -161,7 +162,7 @@ def trained(body: Body, counts: list[int], rows: Sequence[int] = (), **options: 
 
         steps.append(step)
     options.setdefault("audit", False)
-    steps[0] = fz.capture(steps[0], max_programs=64, **options)
+    steps[0] = capture(steps[0], **options)
     for i, count in enumerate(counts):
         given = batch(count, i, rows[i] if rows else ROWS)
         results = []
@@ -198,7 +199,7 @@ def test_new_counts_are_replayed_at_their_first_call(name: str) -> None:
 )
 def test_python_that_decides_by_counts_is_never_replayed_wrongly(name: str, every: int) -> None:
     counts = [*KNOWN, *NEW, 0, 0, 0, 1, 1, 1, ROWS, ROWS, ROWS, 2, 3]
-    trained({**BODIES, **DECIDING}[name], counts, dynamic=every, on_uncapturable="eager")
+    trained({**BODIES, **DECIDING}[name], counts, every=every, on_uncapturable="eager")
 
 
 @pytest.mark.parametrize("name", ["selected", "written", "found", "reshaped"])

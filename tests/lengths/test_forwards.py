@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
 from tests.fsdp.twins import differences, state_of
+from tests.lengths.capturing import NEVER, capture
 from tests.lengths.sized_calls import linear, plain_loss
 from tests.ranks import run_on_ranks
 from tests.step.twins import same_state
@@ -27,9 +28,8 @@ NEW = (37, 16, 9, 50, 22, 41, 14, 60, 10, 48)
 def trained(forward: Forward, sizes: Sequence[int], microbatches: int = 1, **options: Any) -> Any:
     """A captured forward and its eager twin: equal outputs, gradients and random numbers after every backward."""
     models = [linear(), linear()]
-    captured = fz.capture(
-        lambda x: forward(models[0], x), backward=True, audit=False, **{"dynamic": True, **options}
-    )
+    options = options if "every" in options else {"dynamic": True, **options}
+    captured = capture(lambda x: forward(models[0], x), backward=True, audit=False, **options)
     forwards = [captured, lambda x: forward(models[1], x)]
     optimizers = [torch.optim.AdamW(model.parameters(), fused=True) for model in models]
     for i, size in enumerate(sizes):
@@ -98,7 +98,7 @@ def has_a_hook(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("forward", [branches, branches_in_backward, has_a_hook])
 def test_what_decides_by_size(forward: Forward) -> None:
     """A hook, and the `backward` of a function, run only when autograd goes backward."""
-    stats = trained(forward, [*LEARNED, *NEW, 28, 30], dynamic=1000).stats
+    stats = trained(forward, [*LEARNED, *NEW, 28, 30], every=NEVER).stats
     assert stats.instances >= 6 and stats.reruns == 0 < stats.mispredictions, stats
 
 
@@ -201,7 +201,7 @@ def on_ranks(several: Sequence[int]) -> tuple[list[str], Any]:
     """Lengths that differ between ranks; two microbatches, the first of which does not reduce gradients."""
     twins = [build(), build()]
     captured = fz.capture(
-        lambda *args: twins[0][0](*args), backward=True, dynamic=True, audit=False, max_programs=64
+        lambda *args: twins[0][0](*args), backward=True, dynamic=True, audit=False
     )
     found: list[str] = []
     for i in range(2 * len(several)):

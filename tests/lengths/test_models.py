@@ -56,7 +56,7 @@ def seeded(name: str) -> Twin:
 @ample_allowance()
 def trained(name: str, calls: int) -> Verdict:
     build = partial(seeded, name)
-    return compare_twins(build, train, texts(calls), dynamic=True, max_programs=64)
+    return compare_twins(build, train, texts(calls), dynamic=True)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -95,7 +95,7 @@ def trained(
 
         models.append(model)
         steps.append(step)
-    captured = fz.capture(steps[0], dynamic=True, audit=False, max_programs=64)
+    captured = fz.capture(steps[0], dynamic=True, audit=False)
     for i, sizes in enumerate(calls):
         batch = make(sizes, i)
         a, b = captured(*[t.clone() for t in batch]), steps[1](*batch)

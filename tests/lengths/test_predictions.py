@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import functionalize as fz
+from functionalize.step import cache
 from functionalize.templates.leaves import leaves_of
 from functionalize.templates.template import Template
+from tests.lengths.capturing import NEVER
 from tests.lengths.sized_calls import Loss, block, lengths, linear, plain_loss, trained
-from tests.lengths.ways import NEVER
 from tests.step.twins import same_state
 
 pytestmark = pytest.mark.usefixtures("ample_allowance")
@@ -298,7 +299,9 @@ def test_neither_a_comparison_nor_a_replay_makes_the_graph_of_a_size(
 
 def test_a_function_that_two_recordings_do_not_determine_is_found_by_the_next_call() -> None:
     """`n * n - n` is on a line through any two lengths: the first call that is compared shows that it is none."""
-    captured = fz.capture(lambda x: (x @ x.t()).flatten()[: len(x) * (len(x) - 1)] * 2, dynamic=1)
+    captured = fz.capture(
+        lambda x: (x @ x.t()).flatten()[: len(x) * (len(x) - 1)] * 2, dynamic=True, audit=1
+    )
     for rows in (8, 12, 20, 20, 33, 37, 40, 40, 41, 50, 50):
         x = torch.randn(rows, 2)
         assert torch.equal(captured(x), (x @ x.t()).flatten()[: rows * (rows - 1)] * 2), rows
@@ -309,7 +312,7 @@ def test_a_function_that_two_recordings_do_not_determine_is_found_by_the_next_ca
 
 def test_lengths_that_are_equal_in_the_first_two_recordings_only() -> None:
     """They are one symbol until a call has other ones; then further recordings tell them apart."""
-    captured = fz.capture(lambda x, y: torch.cat([x, y]).sin(), dynamic=1)
+    captured = fz.capture(lambda x, y: torch.cat([x, y]).sin(), dynamic=True, audit=1)
     both = [(8, 8), (12, 12), *((n, n + k) for n in (15, 20, 31) for k in (2, 5, 9))]
     for sizes in [each for each in both for _ in range(3)]:
         x, y = (torch.randn(n) for n in sizes)
@@ -322,7 +325,7 @@ def test_lengths_that_are_equal_in_the_first_two_recordings_only() -> None:
 def test_a_template_that_nothing_has_confirmed_is_not_relied_on(passes: str, tmp_path: Any) -> None:
     """Recorded lengths return many times: passes run for each; no other length is replayed, and no file has it."""
     sizes = [(2, length) for _ in range(80) for length in (8, 12)]
-    step = trained(plain_loss, sizes, dynamic=NEVER, passes=passes)
+    step = trained(plain_loss, sizes, every=NEVER, passes=passes)
     (group,) = step.predictions.lengths
     assert group.is_early and not group.passed and step.stats.captures == 2
     assert all(program.history for program in step.programs) == bool(passes)
@@ -334,9 +337,12 @@ def test_a_template_that_nothing_has_confirmed_is_not_relied_on(passes: str, tmp
     assert len(step.programs) == 2 and not list(step.predictions.lengths)
 
 
-def test_recordings_for_a_template_that_never_comes_delay_no_other() -> None:
+def test_recordings_for_a_template_that_never_comes_delay_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each length is a constant of its program. More are recorded than may be kept; then one length stays."""
-    captured = fz.capture(lambda x: x * (1 / len(x)), dynamic=True, audit=False, max_programs=4)
+    monkeypatch.setattr(cache, "MOST_PROGRAMS", 4)
+    captured = fz.capture(lambda x: x * (1 / len(x)), dynamic=True, audit=False)
     for rows in (*range(2, 14), *[99] * 6):
         assert torch.equal(captured(torch.ones(rows)), torch.ones(rows) * (1 / rows))
     stats = captured.stats
@@ -351,12 +357,12 @@ def test_what_it_does_not_go_with() -> None:
         with pytest.raises(ValueError, match="dynamic=True predicts"):
             fz.capture(plain_loss, dynamic=True, **options)
     for wrong in ("always", 0, 2.0):
-        with pytest.raises(ValueError, match="dynamic is True, False, 'auto', or a number n >= 1"):
+        with pytest.raises(ValueError, match="dynamic is True, False or 'auto'"):
             fz.capture(plain_loss, dynamic=wrong)
 
 
 def test_predicted_programs_that_were_right_are_saved_with_their_template(tmp_path: Any) -> None:
-    step = trained(plain_loss, [*LEARNED, *NEW])
+    step = trained(plain_loss, [*LEARNED, *NEW], dynamic=True, audit=1)
     step.save(tmp_path / "step.fzp")
     count, (group,) = len(step.programs), step.predictions.lengths
     step.forget()

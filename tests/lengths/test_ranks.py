@@ -59,7 +59,6 @@ def trained(
         make_loss_step(loss_of(model, "captured"), optimizer),
         dynamic=True,
         passes=passes,
-        max_programs=64,
     )
     eager = make_loss_step(loss_of(twin, "eager"), twin_optimizer)
     generator = torch.Generator().manual_seed(dist.get_rank())

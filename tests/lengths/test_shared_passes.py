@@ -20,8 +20,9 @@ from functionalize.passes.remove_noops import RemoveNoops
 from functionalize.program.known_inputs import KnownInputs
 from functionalize.step import pass_schedule
 from functionalize.templates.leaves import leaves_of
+from tests.lengths.capturing import NEVER, capture
 from tests.lengths.sized_calls import block, plain_loss, trained
-from tests.lengths.ways import LEARNED, NEVER, calls, compared
+from tests.lengths.ways import LEARNED, calls, compared
 
 pytestmark = pytest.mark.usefixtures("ample_allowance")
 EACH = [n for n in LEARNED for _ in range(3)]
@@ -67,7 +68,6 @@ def test_the_passes_run_for_two_sizes_and_hold_for_all(
         fused,
         passes="default",
         dynamic=True,
-        max_programs=99,
     )
     # At two sizes for all, and at the width; one that is not fused is not replayed without them: at two sizes before.
     assert len(runs) == (3 if fused else 5)
@@ -141,7 +141,7 @@ def test_what_is_equal_at_some_sizes_only(
     runs: list[fz.Program], way: Callable[[Tensor], Tensor]
 ) -> None:
     pipeline = "recompute_views,elide_copies{parts=true},merge_duplicates,reinplace"
-    compared(way, [*EACH, *calls(3)[::2]], dynamic=NEVER, passes=pipeline)
+    compared(way, [*EACH, *calls(3)[::2]], every=NEVER, passes=pipeline)
     assert runs or way is with_repeats  # recorded at each size
 
 
@@ -192,15 +192,15 @@ def test_what_a_pass_makes_for_all_sizes_is_verified(
 
     monkeypatch.setattr(RemoveNoops, "apply", apply)
     pipeline = "remove_noops,verify"
-    options: Any = {"dynamic": NEVER, "audit": False, "on_uncapturable": "eager"}
-    captured = fz.capture(lambda x: x * 2, passes=pipeline, **options)
+    options: Any = {"every": NEVER, "audit": False, "on_uncapturable": "eager"}
+    captured = capture(lambda x: x * 2, passes=pipeline, **options)
     for rows in [*EACH, 40, 41, 25]:
         assert torch.equal(captured(torch.ones(rows)), torch.full((rows,), 2.0))
     assert "writes its argument `self`" in group_of(captured).apart
 
 
 def test_a_pass_of_the_user_runs_for_each_size(runs: list[fz.Program]) -> None:
-    captured = fz.capture(lambda x: x * 2, passes=[ByLength()], dynamic=NEVER, audit=False)
+    captured = capture(lambda x: x * 2, passes=[ByLength()], every=NEVER, audit=False)
     for rows in [*EACH, *(n for n in (40, 25) for _ in range(10))]:
         found = captured(torch.ones(rows))
     assert torch.equal(captured(torch.ones(40)), torch.ones(40))
@@ -215,10 +215,10 @@ def test_a_budget_holds_for_each_size(runs: list[fz.Program]) -> None:
         return list(torch.autograd.grad(x.square().mean(), weights))
 
     weights = [torch.randn(8, 8, requires_grad=True) for _ in range(6)]
-    captured = fz.capture(
-        gradients, passes="remat{select=budget, budget_mb=0.03}", dynamic=NEVER, audit=False
+    captured = capture(
+        gradients, passes="remat{select=budget, budget_mb=0.03}", every=NEVER, audit=False
     )
-    plain = fz.capture(gradients, dynamic=NEVER, audit=False)
+    plain = capture(gradients, every=NEVER, audit=False)
     peaks = []
     for step in (plain, captured):
         for rows in [*EACH, *[61] * 10, *[63] * 10]:
@@ -247,7 +247,7 @@ def test_integers_that_a_pass_computes_are_not_taken_for_constants(
         return 1
 
     monkeypatch.setattr(RemoveNoops, "apply", apply)
-    captured = fz.capture(lambda x: x * 2, passes="remove_noops", dynamic=NEVER, audit=False)
+    captured = capture(lambda x: x * 2, passes="remove_noops", every=NEVER, audit=False)
     for rows in [*EACH, 40, 41, 25]:
         assert torch.equal(captured(torch.ones(rows)), torch.full((rows,), 2.0))
     assert "a pass has computed an integer" in group_of(captured).apart

@@ -17,10 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 import functionalize as fz
 from functionalize.lengths.instances import Instance
+from functionalize.step import options
 from functionalize.step.core import StepCore
 from functionalize.templates.leaves import leaves_of
+from tests.lengths.capturing import NEVER, capture
 from tests.lengths.sized_calls import block, plain_loss, trained
-from tests.lengths.ways import LEARNED, NEVER, WAYS, calls, compare
+from tests.lengths.ways import LEARNED, WAYS, calls, compare
 from tests.steps import make_loss_step
 
 pytestmark = pytest.mark.usefixtures("ample_allowance")
@@ -129,7 +131,7 @@ OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 @pytest.mark.parametrize("way", OTHERS)
 def test_first_calls_that_are_replayed_equal_eager(way: str) -> None:
     fn, is_replayed = OTHERS[way]
-    stats = compare(fn, calls(0), dynamic=NEVER)
+    stats = compare(fn, calls(0), every=NEVER)
     assert (stats.instances > 0) == is_replayed, stats
 
 
@@ -140,19 +142,19 @@ def test_random_sizes_and_ways(pytestconfig: pytest.Config) -> None:
         draw = random.Random(seed)
         sizes = [draw.randrange(8, draw.choice((20, 50, 80))) for _ in range(60)]
         repeated = [n for n in sizes for _ in range(draw.choice((1, 1, 3)))]
-        compare(draw.choice(ways), repeated, dynamic=draw.choice((2, 8, NEVER)))
+        compare(draw.choice(ways), repeated, every=draw.choice((2, 8, NEVER)))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_ask_for_a_size(way: str) -> None:
-    compare(WAYS[way][0], calls(1), dynamic=NEVER)
+    compare(WAYS[way][0], calls(1), every=NEVER)
 
 
 def test_an_integer_that_python_computes_is_not_taken_for_a_size() -> None:
     """All recorded sizes are multiples of four, so that `n // 4 * 4` is `n` in the template."""
     learned = [n for n in (8, 12, 20, 32, 64) for _ in range(3)]
     stats = compare(
-        lambda x: x[: x.shape[0] // 4 * 4] * 2, [*learned, 16, 24, 28, 14, 30, 36], dynamic=NEVER
+        lambda x: x[: x.shape[0] // 4 * 4] * 2, [*learned, 16, 24, 28, 14, 30, 36], every=NEVER
     )
     assert stats.instances == 4  # those of 16, 24, 28, 36
 
@@ -161,7 +163,7 @@ def test_a_constant_that_facts_lead_to_is_not_taken_for_a_function() -> None:
     """Zero and one in recordings are fitted by a function that is one where Python computes zero."""
     way = WAYS["a root that is one integer"][0]
     sizes = [25, 48, 48, 48, 19, 19, 19, 29, 29, 29, 16, 16, 16, 22, 79, 10, 14, 28, 11, 13]
-    stats = compare(way, [*sizes, 62, 62, 62, 19, 19, 50, 63, 11, 25, 14, 15], dynamic=8)
+    stats = compare(way, [*sizes, 62, 62, 62, 19, 19, 50, 63, 11, 25, 14, 15], dynamic=True)
     assert stats.captures >= 4
 
 
@@ -178,14 +180,17 @@ def test_a_transformer_replays_lengths_that_it_never_had(passes: str) -> None:
     assert stats.predictions <= 8
 
 
-def test_one_new_size_in_n_is_compared_and_a_difference_ends_it() -> None:
+def test_one_new_size_in_n_is_compared_and_a_difference_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A choice by the size that no rule knows of, made where Python is not observed: by a function of torch."""
+    monkeypatch.setattr(options, "EVERY", 4)
 
     def chosen(x: Tensor) -> Tensor:
         return F.hardtanh(x) if OF_TORCH(x) else x.sin()
 
     others = [10, 14, 16, 18, 22, 24, 26, 28, 30]
-    captured = fz.capture(chosen, dynamic=4, audit=False)
+    captured = fz.capture(chosen, dynamic=True, audit=False)
     for rows in [*(n for n in LEARNED for _ in range(3)), *others]:
         captured(torch.randn(rows, 2))
     stats = captured.stats
@@ -194,9 +199,12 @@ def test_one_new_size_in_n_is_compared_and_a_difference_ends_it() -> None:
     assert "is not as predicted from calls of other sizes" in captured.explain()
 
 
-def test_fewer_new_sizes_are_compared_after_those_that_agreed() -> None:
+def test_fewer_new_sizes_are_compared_after_those_that_agreed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(options, "EVERY", 2)
     new = [n for n in range(9, 64) if n not in LEARNED]
-    stats = compare(lambda x: x.sin() * 2, [*LEARNED, *new], dynamic=2)
+    stats = compare(lambda x: x.sin() * 2, [*LEARNED, *new], dynamic=True)
     due = 5  # the 2nd of 52, the 4th after it, then the 8th, the 16th and once more the 16th
     assert (stats.predictions, stats.instances) == (3 + due, len(new) - due)
 
@@ -204,7 +212,7 @@ def test_fewer_new_sizes_are_compared_after_those_that_agreed() -> None:
 def test_a_size_that_equals_a_width_is_compared_when_it_returns() -> None:
     """What is found there holds for this size alone."""
     found = []
-    captured = fz.capture(lambda x: (x @ torch.ones(2, 16)).sin(), dynamic=NEVER, audit=False)
+    captured = capture(lambda x: (x @ torch.ones(2, 16)).sin(), every=NEVER, audit=False)
     for rows in (*LEARNED, *[16] * 9):
         captured(torch.ones(rows, 2))
         found.append((captured.stats.eager, captured.stats.predictions, captured.stats.replays))
@@ -212,7 +220,7 @@ def test_a_size_that_equals_a_width_is_compared_when_it_returns() -> None:
 
 
 def test_one_of_four_calls_of_sizes_hardly_beyond_compared_ones_is_compared() -> None:
-    captured = fz.capture(lambda x: x.sin() * 2, dynamic=NEVER, audit=False)
+    captured = capture(lambda x: x.sin() * 2, every=NEVER, audit=False)
     found = []
     for rows in (*LEARNED, 66, 65, 66, 67, 66, 70):
         captured(torch.randn(rows, 2))
@@ -224,6 +232,7 @@ def test_the_state_of_python_is_not_read_where_only_torch_may_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Beyond the compared sizes; what torch does otherwise there is found."""
+    monkeypatch.setattr(options, "EVERY", 4)
     read = []
 
     def state(self: Any, *args: Any, original: Any = StepCore.state_before) -> Any:
@@ -231,13 +240,13 @@ def test_the_state_of_python_is_not_read_where_only_torch_may_differ(
         return original(self, *args)
 
     monkeypatch.setattr(StepCore, "state_before", state)
-    captured = fz.capture(lambda x: x[:70] * 2, dynamic=4, audit=False)
+    captured = fz.capture(lambda x: x[:70] * 2, dynamic=True, audit=False)
     for rows in (*LEARNED, 69, 80):
         x = torch.randn(rows, 2)
         assert torch.equal(captured(x), x[:70] * 2)
     assert (captured.stats.predictions, captured.stats.mispredictions) == (4, 1)
     assert len(read) == 2  # in the observed calls
-    captured = fz.capture(lambda x: x.sin() * 2, dynamic=4, audit=False)
+    captured = fz.capture(lambda x: x.sin() * 2, dynamic=True, audit=False)
     for rows in (*LEARNED, 10, 14, 18, 22):
         captured(torch.randn(rows, 2))
     assert (captured.stats.predictions, len(read)) == (4, 5)  # all of one new size in four
@@ -256,7 +265,7 @@ def test_what_only_some_sizes_write_is_always_written(
                 sys.modules["line" + "cache"].FILE.write(".")
             return x.sin() * 2
 
-        captured = fz.capture(step, dynamic=NEVER, audit=False, on_uncapturable="eager")
+        captured = capture(step, every=NEVER, audit=False, on_uncapturable="eager")
         sizes = (8, 12, *first, 10, 62, 18, 14, 61, 63, 16, 58, 64, 60, 9, 11, 62, 58)
         for rows in sizes:
             captured(torch.randn(rows, 2))
@@ -293,7 +302,7 @@ def test_two_recordings_are_enough_where_only_guards_know_an_integer() -> None:
 
 def test_sizes_between_calls_that_differ_are_compared() -> None:
     """`cdist` takes another op from 26 rows on: between 20 and 33 nothing is replayed that was not compared."""
-    captured = fz.capture(lambda x: torch.cdist(x, x + 1) * 2, dynamic=NEVER, audit=False)
+    captured = capture(lambda x: torch.cdist(x, x + 1) * 2, every=NEVER, audit=False)
     for rows in [*(n for n in LEARNED for _ in range(3)), *range(9, 64)]:
         x = torch.randn(rows, 2)
         assert torch.equal(captured(x), torch.cdist(x, x + 1) * 2), rows
@@ -305,7 +314,7 @@ def test_instances_equal_recorded_programs(pytestconfig: pytest.Config) -> None:
     model = block()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     step = make_loss_step(lambda x: plain_loss(model, x), optimizer)
-    captured = fz.capture(step, dynamic=1, max_programs=64, audit=False)
+    captured = fz.capture(step, dynamic=True, audit=1)
     for batch, length in ((2, 9), (3, 9), (2, 12), (5, 20), (4, 33), (6, 24)):
         for _ in range(3):
             captured(torch.randn(batch, length, 8))
@@ -344,7 +353,7 @@ def test_what_python_reads_of_the_arguments_tells_classes_apart() -> None:
     def step(x: Tensor, mask: Tensor) -> Tensor:
         return x.sin() if mask.all() else x.cos() * mask[:, None]
 
-    captured = fz.capture(step, dynamic=True, audit=False, max_programs=99)
+    captured = fz.capture(step, dynamic=True, audit=False)
     draw, unseen = random.Random(0), []
     for i, rows in enumerate([8, 40, 12, 36, 20, 28, *draw.sample(range(9, 40), 31)] * 2):
         for is_padded in (False, True) if i % 2 else (True, False):

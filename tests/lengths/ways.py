@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import functionalize as fz
+from tests.lengths.capturing import capture
 from tests.steps import tripled_in_backward
 
 LEARNED = (8, 12, 20, 33, 64)  # several times, so that the class is known
-NEVER = 1000  # new sizes between comparisons
 NAMES = {str(n): 0.5 for n in range(30)}
 
 
@@ -122,7 +121,7 @@ def calls(seed: int) -> list[int]:
 
 def compared(fn: Callable[[Tensor], Tensor], sizes: Sequence[int], **options: Any) -> Any:
     """A captured function that equals its eager twin bit for bit at every one of these sizes."""
-    captured, eager = fz.capture(stepped(fn), audit=False, max_programs=128, **options), stepped(fn)
+    captured, eager = capture(stepped(fn), audit=False, **options), stepped(fn)
     for i, rows in enumerate(sizes):
         x = torch.randn(rows, 2, generator=torch.Generator().manual_seed(i))
         results = [step(x.clone().requires_grad_()) for step in (captured, eager)]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import functionalize as fz
 from functionalize.errors import UncapturableError, UnsupportedTensorError
 from functionalize.program.program import Program
+from functionalize.step import cache
 from functionalize.step.recording import StepRecording
 
 pytestmark = pytest.mark.usefixtures("ample_allowance")
@@ -63,7 +64,7 @@ def test_train_and_eval_and_lengths_side_by_side() -> None:
 
 def test_a_program_is_found_without_trying_the_others() -> None:
     """Thirty lengths: what a call costs does not depend on how many programs there are."""
-    step = fz.capture(lambda x: x.sin() + 1, max_programs=64, allowance=None, dynamic=False)
+    step = fz.capture(lambda x: x.sin() + 1, allowance=None, dynamic=False)
     tried: list[int] = []
     for rows in [*range(1, 31)] * 2:
         step(torch.ones(rows))
@@ -96,8 +97,9 @@ def test_programs_for_the_branches_of_a_number() -> None:
     assert captured.stats.replays == len(values) - 4
 
 
-def test_the_least_recently_used_goes(caplog: Any) -> None:
-    step = fz.capture(lambda x: x + 1, max_programs=2)
+def test_the_least_recently_used_goes(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "MOST_PROGRAMS", 2)
+    step = fz.capture(lambda x: x + 1)
     with caplog.at_level(logging.WARNING, "functionalize"):
         for rows in (1, 1, 2, 2, 1, 3, 3):
             assert torch.equal(step(torch.ones(rows)), torch.ones(rows) + 1)
@@ -107,24 +109,30 @@ def test_the_least_recently_used_goes(caplog: Any) -> None:
     assert caplog.records == []  # each was of use
 
 
-def test_when_no_program_is_of_use_the_warning_names_the_guard(caplog: Any) -> None:
+def test_when_no_program_is_of_use_the_warning_names_the_guard(
+    caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A number that is no input, and another one at every call."""
-    captured = fz.capture(lambda x, n: x * n, max_programs=3, allowance=None)
+    monkeypatch.setattr(cache, "MOST_PROGRAMS", 3)
+    captured = fz.capture(lambda x, n: x * n, allowance=None)
     with caplog.at_level(logging.WARNING, "functionalize"):
         for n in range(12):
             assert torch.equal(captured(torch.ones(2), complex(n)), torch.ones(2) * complex(n))
     assert captured.stats.captures == 6
     assert captured.stats.eager == 6
     first, last = caplog.messages
-    assert "has 3 programs, as many as it may (`max_programs`), and" in first
+    assert "has 3 programs, as many as it may (the most that are kept), and" in first
     assert "`n` is (" in first
     assert "runs eagerly from now on" in last
     assert "(4 times): `n` is (5+0j), was (4+0j)" in last
     assert "tried again after 1024 such calls" in last
 
 
-def test_a_step_that_was_given_up_keeps_nothing_and_is_tried_again_ever_more_rarely() -> None:
-    captured = fz.capture(lambda x, n: x * n, max_programs=2, allowance=None)
+def test_a_step_that_was_given_up_keeps_nothing_and_is_tried_again_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cache, "MOST_PROGRAMS", 2)
+    captured = fz.capture(lambda x, n: x * n, allowance=None)
     x, recorded = torch.ones(2), []
     for n in range(1, 4200):
         before = captured.stats.captures
@@ -136,8 +144,9 @@ def test_a_step_that_was_given_up_keeps_nothing_and_is_tried_again_ever_more_rar
     assert captured.stats.replays == 0
 
 
-def test_a_step_that_was_given_up_and_settles_is_replayed() -> None:
-    captured = fz.capture(lambda x, n: x * n, max_programs=2, allowance=None)
+def test_a_step_that_was_given_up_and_settles_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "MOST_PROGRAMS", 2)
+    captured = fz.capture(lambda x, n: x * n, allowance=None)
     x = torch.ones(2)
     for n in range(1100):
         assert captured(x, complex(min(n, 900)))[0] == min(n, 900)
@@ -145,8 +154,11 @@ def test_a_step_that_was_given_up_and_settles_is_replayed() -> None:
     assert captured.stats.replays > 60
 
 
-def test_a_kind_of_call_that_is_replayed_goes_on_while_others_are_given_up() -> None:
-    captured = fz.capture(lambda x, n: x * n, max_programs=3, allowance=None)
+def test_a_kind_of_call_that_is_replayed_goes_on_while_others_are_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cache, "MOST_PROGRAMS", 3)
+    captured = fz.capture(lambda x, n: x * n, allowance=None)
     x = torch.ones(2)
     for n in range(40):
         assert captured(x, complex(n))[0] == n
@@ -189,8 +201,6 @@ def test_on_uncapturable_raise_runs_nothing() -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match="'raise' or 'eager', not 'ignore'"):
         fz.capture(lambda x: x, on_uncapturable="ignore")
-    with pytest.raises(ValueError, match="max_programs is at least 1, not 0"):
-        fz.capture(lambda x: x, max_programs=0)
     with pytest.raises(ValueError, match="allowance is at least 0 eager steps, or None, not -1"):
         fz.capture(lambda x: x, allowance=-1)
     for wrong in (3, ["remat"]):

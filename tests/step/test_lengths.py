@@ -86,9 +86,10 @@ def test_a_kind_must_come_twice_as_often_for_each_kind_that_waits_beyond_two() -
     assert needed == [1, 2, 2, 4, 8]
 
 
-def test_more_kinds_than_places_are_not_recorded_in_turn() -> None:
+def test_more_kinds_than_places_are_not_recorded_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "MOST_PROGRAMS", 4)
     generator = torch.Generator().manual_seed(0)
-    step = fz.capture(lambda x: x.sin(), max_programs=4, audit=False)
+    step = fz.capture(lambda x: x.sin(), audit=False)
     for rows in (torch.randint(6, (400,), generator=generator) + 2).tolist():
         assert torch.equal(step(torch.ones(rows)), torch.ones(rows).sin())
     assert step.stats.captures <= 40

@@ -13,6 +13,7 @@ from functionalize.errors import PassError
 from functionalize.passes import Pass
 from functionalize.passes.reinplace import Reinplace
 from functionalize.program.program import Program
+from functionalize.step import cache
 from functionalize.step.vote import RankVote
 from tests.step.twins import batch, same_state, twins
 from tests.steps import make_step
@@ -60,8 +61,11 @@ def test_passes_run_when_the_ledger_pays_for_them(fused: bool) -> None:
     assert stats.waiting == stats.eager == 1 - fused
 
 
-def test_a_program_that_was_found_while_it_waited_was_of_use() -> None:
-    options = {"max_programs": 2, "audit": False, "dynamic": False}
+def test_a_program_that_was_found_while_it_waited_was_of_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cache, "MOST_PROGRAMS", 2)
+    options = {"audit": False, "dynamic": False}
     step = fz.capture(make_step(*twins(fused=False)[0]), passes="elide_copies", **options)
     for captures, rows in enumerate(range(3, 12)):
         while step.stats.captures == captures:

@@ -30,7 +30,7 @@ def program_at(step: Any, make: Callable[..., Tensor], sizes: tuple[int, ...]) -
 
 
 def captured(fn: Any, **options: Any) -> Any:
-    return fz.capture(fn, allowance=None, max_programs=512, audit=False, dynamic=False, **options)
+    return fz.capture(fn, allowance=None, audit=False, dynamic=False, **options)
 
 
 def check_sweep(
