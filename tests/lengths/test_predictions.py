@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import functionalize as fz
-from functionalize.step import cache
+from functionalize.step import cache, options
 from functionalize.templates.leaves import leaves_of
 from functionalize.templates.template import Template
 from tests.lengths.capturing import NEVER
@@ -361,8 +361,11 @@ def test_what_it_does_not_go_with() -> None:
             fz.capture(plain_loss, dynamic=wrong)
 
 
-def test_predicted_programs_that_were_right_are_saved_with_their_template(tmp_path: Any) -> None:
-    step = trained(plain_loss, [*LEARNED, *NEW], dynamic=True, audit=1)
+def test_predicted_programs_that_were_right_are_saved_with_their_template(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "EVERY", 1)
+    step = trained(plain_loss, [*LEARNED, *NEW])
     step.save(tmp_path / "step.fzp")
     count, (group,) = len(step.programs), step.predictions.lengths
     step.forget()
