@@ -129,6 +129,30 @@ def object_functions() -> Iterator[tuple[Any, str]]:
             yield c10d, name
 
 
+def ordered_weight_groups() -> Iterator[tuple[Any, str, Any]]:
+    """(module, name, replacement) of what groups the weights of a stage for a split backward (2.11 to 2.15).
+
+    torch goes through sets of nodes, whose order is that of addresses. In the replacement's order, that of the weights,
+    the same gradients are added to the same weights, at each call at the same ops.
+    """
+    backward = sys.modules.get("torch.distributed.pipelining._backward")
+    original = getattr(backward, "get_param_groups", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def get_param_groups(inputs: Any, params: Any, *edges: Any) -> Any:
+        place = {node: at for at, node in enumerate(params)}
+        groups = original(inputs, params, *edges)
+        for group in groups:
+            group["params"] = sorted(group["params"], key=place.__getitem__)
+            nodes = group["intermediates"]
+            group["intermediates"] = sorted(nodes, key=lambda node: -node._sequence_nr())
+        return sorted(groups, key=lambda group: place[group["params"][0]])
+
+    yield backward, "get_param_groups", get_param_groups
+
+
 def sequence_number(group: Any) -> int:
     """How many collectives a process group has issued; equal on all of its ranks between two collectives."""
     return int(group._get_sequence_number_for_group())  # no public name in 2.11 to 2.13

@@ -12,6 +12,7 @@
     builtins.print, logging, ...     effects, which a replay does not repeat: see effects.py
     torch._dynamo's frame hook       code under torch.compile runs uncompiled: compiled code calls kernels without
                                      the dispatcher, and Dynamo would trace the recorder
+    torch.distributed.pipelining     groups weights in their order, and not in that of addresses
     torch.distributed Work.wait      gloo runs ops inside it: they are part of the collective and not recorded
     torch.profiler.record_function   enters the profiler without the dispatch modes: it makes an eighth of the
                                      ops of an FSDP2 step; the names of ranges are noted
@@ -73,7 +74,12 @@ from functionalize._compat.dispatch import (
     kernel_settings,
     no_python_dispatch,
 )
-from functionalize._compat.distributed import EXCHANGES_OF_OBJECTS, object_functions, work_classes
+from functionalize._compat.distributed import (
+    EXCHANGES_OF_OBJECTS,
+    object_functions,
+    ordered_weight_groups,
+    work_classes,
+)
 from functionalize._compat.fsdp import FSDP_LABEL
 from functionalize._compat.modules import OPTIMIZER_LABEL
 from functionalize.ir.generators import GET_STATE, SEED, SET_STATE
@@ -731,6 +737,7 @@ def _size_patches() -> Iterator[Patch]:
 
 # No function is in two of them: the last watcher of each puts its own back.
 ENGINE, GROUPS = Patches(_engine_patches, keeps=True), Patches(_group_patches, keeps=True)
+ORDERS = Patches(ordered_weight_groups)
 GENERATORS = Patches(_generator_patches, keeps=True)
 CUDA_GENERATORS = Patches(_cuda_generator_patches, keeps=True)
 CHECKS = Patches(_check_patches, keeps=True)
@@ -744,6 +751,7 @@ def patches_for(watcher: Watcher) -> Iterator[Patches]:
     # A step that makes its first process group connects, which is an effect.
     if dist.is_available() and dist.is_initialized():
         yield GROUPS
+        yield ORDERS
     yield GENERATORS
     is_real = watcher.checks is not None and watcher.checks.for_real
     # Eager defers what seeds CUDA before there is any, which a step may do in every call.
