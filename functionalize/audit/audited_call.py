@@ -156,10 +156,11 @@ class AuditedCall:
         grad_mode: bool,
     ) -> AuditVerdict:
         assigned, gradients = [False] * len(self._before), []
-        for at, gradient in changed_slots(comparison.signature.slots, self._before, self._call):
+        moving.finish()
+        slots = comparison.signature.slots
+        for at, gradient in changed_slots(slots, self._before, self._call, moving.replaced):
             assigned[at] = True
             gradients.append(gradient)
-        moving.finish()
         changed = changed or moving.refusal or moving.unexplained
         result, calls = with_late_values(moving.result, comparison.recorder.python_effects)
         effects = in_order(calls, moving.effects)

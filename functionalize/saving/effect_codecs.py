@@ -20,6 +20,7 @@ import builtins
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -52,11 +53,18 @@ from functionalize.saving.saved_calls import check_form, part_length
 from functionalize.state.drawing import GeneratorSet, GeneratorState
 from functionalize.state.hyperparameters import GroupNumber, HyperparameterSet, is_liftable
 from functionalize.state.number_arguments import NumberArgument
-from functionalize.state.place_effects import Appended, Assigned, FlagGuard, PlaceNumber
+from functionalize.state.place_effects import (
+    Appended,
+    Assigned,
+    AssignedLeaf,
+    FlagGuard,
+    PlaceNumber,
+)
 from functionalize.state.python_state import SurroundingsGuard
 from functionalize.walk.live_places import LivePlaces, may_grow
 from functionalize.walk.parts import Held
 
+_OF_PLACES = (Assigned, AssignedLeaf, Appended)
 _NUMBERS = (int, float)
 _STREAMS = ("stdout", "stderr")
 _WARNINGS: dict[Any, type[Warning]] = {
@@ -67,7 +75,7 @@ _WARNINGS: dict[Any, type[Warning]] = {
 _OF_PRINT = ("sep", "end", "flush")
 # Effects that are saved or refused by name; all others are calls.
 NAMED_EFFECTS = (
-    *(Assigned, Appended, HyperparameterSet, Draws, GeneratorSet),
+    *(Assigned, AssignedLeaf, Appended, HyperparameterSet, Draws, GeneratorSet),
     *(Printed, Logged, Warned, SchedulerStepped, SchedulerAssigned, LateRead),
 )
 
@@ -93,8 +101,7 @@ def effect_forms(names: Names, fn: Callable[..., Any]) -> list[Form]:
             "name",
             "was",
         ),
-        of_place(Assigned, lambda held, name: Assigned(*checked(Assigned, (name, held))), "name"),
-        of_place(Appended, lambda held, name: Appended(*checked(Appended, (name, held))), "name"),
+        *(of_place(kind, partial(_load_effect, kind), "name") for kind in _OF_PLACES),
         Form(
             SurroundingsGuard,
             lambda guard: (guard.portable(), _save_live(names, guard.state.live)),
@@ -123,6 +130,10 @@ def effect_forms(names: Names, fn: Callable[..., Any]) -> list[Form]:
         _checked_form(HyperparameterSet, _sets_a_hyperparameter),
         Form(SchedulerStepped, _save_stepped, _load_stepped),
     ]
+
+
+def _load_effect(kind: type, held: Held, name: Any) -> Any:
+    return kind(*checked(kind, (name, held)))
 
 
 def _never(*values: Any) -> Any:

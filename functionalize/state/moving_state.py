@@ -70,7 +70,13 @@ from functionalize.state.drawing import (
     generators_of,
 )
 from functionalize.state.number_arguments import NumberArgument, with_numbers
-from functionalize.state.place_effects import Appended, Assigned, FlagGuard, PlaceNumber
+from functionalize.state.place_effects import (
+    Appended,
+    Assigned,
+    AssignedLeaf,
+    FlagGuard,
+    PlaceNumber,
+)
 from functionalize.state.storage_places import Places
 from functionalize.util.number_uses import any_needs_exact
 from functionalize.util.structure import KeptObject
@@ -347,6 +353,7 @@ class MovingState:
     on_entry: the tensors that they held, with the place of each. result: of the step, set before the context ends;
     after it with the live numbers of the recording, while `returned` has none in the containers that a place holds.
     one_object: the containers that the step leaves in several places, see `carried_containers.py`.
+    replaced: by their places, the tensors in whose place the step has put others.
     fresh: the ids of objects in the result, and at the places, that can be changed and that nothing else holds.
     """
 
@@ -365,6 +372,7 @@ class MovingState:
         self.returned: Any = None
         self.one_object: list[tuple[Any, Any]] = []
         self.fresh: set[int] = set()
+        self.replaced: dict[Any, weakref.ref[Tensor]] = {}
         self._kept = kept
         self._unopened: list[Any] = []  # the result, if it cannot be opened
         self._places, self._recorder = places, recorder
@@ -537,7 +545,12 @@ class MovingState:
                 self._refuse(name, now, hint)
                 continue
             self.moved[place.place] = place
-            self.effects.append((Assigned(name, place), now))
+            if type(was) is weakref.ReferenceType:
+                self.replaced[place.place] = was
+            if self._is_new_leaf(now):
+                self.effects.append((AssignedLeaf(name, place), (now, now.grad)))
+            else:
+                self.effects.append((Assigned(name, place), now))
         self.one_object = self._assigned_alike()
         for each in (self._were, self._left, self._objects, self._old):
             each.clear()
@@ -604,6 +617,13 @@ class MovingState:
             for source, to in self._one_object
             if all(where[0] is None or where[0] in effects for where in (source, to))
         ]
+
+    def _is_new_leaf(self, now: Any) -> bool:
+        """Whether a value is a tensor that the step has made and that requires a gradient."""
+        if type(now) is not Tensor or not now.requires_grad or not now.is_leaf:
+            return False
+        storages = self._recorder.storages
+        return all(e.ref.storage != storages.serial_of(now) for e in storages.externals)
 
     def _is_fixed(self, now: Any, was: Any) -> bool:
         """Whether what stands in the place of a flag or a text is the same at every call that passes the guards."""

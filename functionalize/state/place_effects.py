@@ -2,6 +2,7 @@
 
 PlaceNumber(held, "self.n", int)      the source of an input: the number that `self.n` holds at each call
 Assigned("self.n", held)              the effect of `self.n += 1`
+AssignedLeaf("self.x", held)          the effect of `self.x = y.detach().requires_grad_()`
 Appended("losses", held)              the effect of `losses.append(...)`
 """
 
@@ -53,6 +54,16 @@ class Assigned(_PlaceEffect):
     def repeat(self, call: Call, value: Any) -> None:
         """Assign the value of this replay."""
         put(self.place, value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AssignedLeaf(Assigned):
+    """The same of a new leaf that requires a gradient. Its value: the tensor, and its gradient or None."""
+
+    def repeat(self, call: Call, value: Any) -> None:
+        """Assign the leaf of this replay, with its gradient."""
+        leaf, leaf.grad = value[0].requires_grad_(), value[1]
+        put(self.place, leaf)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

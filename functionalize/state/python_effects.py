@@ -27,6 +27,7 @@ from functionalize.errors import UncapturableError
 from functionalize.ir.inputs import Call
 from functionalize.ir.outputs import LeafItself, OutputRole, SameAs, SourceItself
 from functionalize.state.arguments import flatten_result
+from functionalize.state.place_effects import AssignedLeaf
 from functionalize.util.structure import Joined
 
 
@@ -138,7 +139,7 @@ def check_leaves(
                     f"the step {effect.what} with a tensor that was in another place, which a replay cannot find again "
                     f"there: assign a copy{origin(effect.what)}"
                 )
-            if leaf.requires_grad:
+            if leaf.requires_grad and not isinstance(effect, AssignedLeaf):
                 raise UncapturableError(
                     f"the step {effect.what} with a new tensor that requires a gradient, which that of a replay would "
                     f"not: detach it{origin(effect.what)}"

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -290,13 +291,22 @@ def changed_slots(
     slots: Sequence[tuple[str, Slot]],
     before: Sequence[weakref.ref[Tensor] | None],
     call: Call,
+    replaced: Mapping[Any, weakref.ref[Tensor]] = MappingProxyType({}),
 ) -> Iterator[tuple[int, Tensor | None]]:
     """The slots that a step has assigned: the index of each, and its gradient now.
 
-    before: a weak reference to the gradient in each slot when the step began; None: an empty slot.
+    before: a weak reference to the gradient in each slot when the step began; None: an empty slot. replaced: by their
+    places, the tensors in whose place the step has put others: a slot is that of the tensor that was there.
     """
     for at, ((_, slot), was) in enumerate(zip(slots, before, strict=True)):
-        now = slot.resolve(call)
+        held = slot.of if isinstance(slot, Gradient) and isinstance(slot.of, Held) else None
+        if held is not None and held.place in replaced:
+            owner = replaced[held.place]()
+            if owner is None:
+                continue
+            now = owner.grad
+        else:
+            now = slot.resolve(call)
         same = now is None if was is None else now is not None and now is was()
         if not same:
             yield at, now

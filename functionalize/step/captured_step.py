@@ -119,6 +119,7 @@ from functionalize.step.stages import (
     agree,
     build,
     judge,
+    may_still_change,
     record,
 )
 from functionalize.step.stats import ProgramCounts
@@ -1073,8 +1074,8 @@ class CapturedStep(Generic[P, R]):
         verdict = judge(run, reasons, previous)
         outcome = build(verdict, lambda recording: self._build(recording, call))
         compares, together = self.core.options.compares, run.rendezvous
-        first = previous is None
-        agreed = agree(outcome, run.recorder, self.core.vote, compares, rerun, together, first)
+        may_change = may_still_change(None if unkept is None else unkept.reasons)
+        agreed = agree(outcome, run.recorder, self.core.vote, compares, rerun, together, may_change)
         if agreed.vote is not None and self.core.vote is None:
             self.core.policy.rest.begin_together()
         self.core.vote = agreed.vote

@@ -231,7 +231,7 @@ class StepRecording:
     def _held(self) -> frozenset[Any]:
         """The identities of all tensors in variables when the recording began."""
         found = self.entry.places.widest.values()
-        return frozenset((ref.geometry, s.place) for _, s, ref in found if type(s) is Held)
+        return frozenset((ref.geometry, s.place) for _, s, ref in found if isinstance(s, Held))
 
     # -- is it the steady state? -----------------------------------------------------------------
 

@@ -85,7 +85,7 @@ _LEFT_OUT = (
     "messages between two ranks: capture it with passes='default'"
 )
 _SENDS = "sends"  # messages between two ranks
-_AGAIN = "again"  # it has recorded before
+_AGAIN = "again"  # several recordings of such calls had numbers beside messages
 _READS, _RELIES = "reads", "relies"  # a number that may be live in the next recording; a number
 
 
@@ -169,6 +169,7 @@ class RecordedRun:
             self.moving.explained,
             self.moving.on_entry,
             self.moving.one_object,
+            self.moving.replaced,
         )
         if exit.changed is None:
             self.entry.observed.leave_unread(self.entry.leaves)
@@ -309,8 +310,9 @@ def judge(
         if for_this >= MAX_WARMUPS or calls >= MOST_WARMUPS:
             refusal = f"the step did not settle in {calls} calls: {recording.unsettled(reason)}"
     if refusal is not None:
-        # Later calls may not do so: a schedule of pipelining exchanges shapes at its first call.
-        if previous is None and run.recorder.checks.has_exchanged:
+        # Later calls may not do so: a schedule of pipelining exchanges shapes at first, and after an evaluation.
+        before = unkept.get(without_numbers(refusal), 0) if unkept is not None else 0
+        if run.recorder.checks.has_exchanged and before + 1 < MAX_WARMUPS:
             return WarmUp(recording.summary, refusal)
         return Refused(UncapturableError(refusal))
     if reason is None:
@@ -339,22 +341,22 @@ def agree(
     compares: bool = False,
     rerun: bool = False,
     rendezvous: Rendezvous | None = None,
-    is_first: bool = False,
+    may_change: bool = False,
 ) -> Agreed:
     """Replace `mine` by the worst outcome of all ranks, if different outcomes would let ranks wait for each other.
 
     vote: the vote of earlier calls. compares: whether passes may have changed collectives. rerun: the forward ran
     again for a backward without a program, see Note [A backward that was not recorded] in `captured_forward.py`.
-    rendezvous: the ranks that record this call, for a step whose ranks have no vote. is_first: whether the step has no
-    other recording.
+    rendezvous: the ranks that record this call, for a step whose ranks have no vote.
+    may_change: see `may_still_change`.
     """
     mine = _compared(mine, recorder)
     sends = has_messages(recorder)
-    if sends:
-        mine = _without_late_numbers(mine, recorder, vote, is_first)
+    if sends and not recorder.checks.has_exchanged:  # no recording with an exchange is kept
+        mine = _without_late_numbers(mine, recorder, vote, may_change)
         compares = False  # passes that change collectives are left out
     if rendezvous is not None:
-        return _agreed_by(rendezvous, mine, recorder, compares, sends, is_first)
+        return _agreed_by(rendezvous, mine, recorder, compares, sends, may_change)
     joined = RankVote.of(recorder, compares)
     joined = joined | vote if joined is not None else vote
     if joined is None:
@@ -371,23 +373,29 @@ def agree(
 
 
 def _without_late_numbers(
-    mine: Outcome, recorder: Recorder, vote: RankVote | None, is_first: bool
+    mine: Outcome, recorder: Recorder, vote: RankVote | None, may_change: bool
 ) -> Outcome:
     """A refusal of a program with messages if this rank, or one that it votes with, relies on a number of its graph.
 
     If such a number had another value, the step would run again and send its messages a second time, to ranks that
-    have no part in the vote. Of the first recording it is a warm-up: later calls may not do so, as a schedule of
-    pipelining whose ranks vote on shapes at its first call.
+    have no part in the vote. Of the first recordings it is a warm-up: later calls may not do so, as a schedule of
+    pipelining whose ranks vote on shapes at its first call, and after an evaluation.
     """
     if isinstance(mine, Refused) or (vote is None and not must_vote(recorder)):
         return mine
     if recorder.live or vote is not None:
-        return _refused(mine, _LATE, is_first)
+        return _refused(mine, _LATE, may_change)
     return WarmUp(mine.summary, _LATE) if isinstance(mine, Built) else mine
 
 
-def _refused(mine: Outcome, why: str, is_first: bool) -> Outcome:
-    if not is_first or not isinstance(mine, (Built, WarmUp)):
+def may_still_change(unkept: Mapping[str, int] | None) -> bool:
+    """Whether fewer recordings of such calls had numbers beside messages than show that all have. unkept: by reason."""
+    before = unkept.get(without_numbers(_LATE), 0) if unkept is not None else 0
+    return before + 1 < MAX_WARMUPS
+
+
+def _refused(mine: Outcome, why: str, may_change: bool) -> Outcome:
+    if not may_change or not isinstance(mine, (Built, WarmUp)):
         return Refused(UncapturableError(why))
     return mine if isinstance(mine, WarmUp) else WarmUp(mine.summary, why)
 
@@ -398,7 +406,7 @@ def _agreed_by(
     recorder: Recorder,
     compares: bool,
     sends: bool,
-    is_first: bool,
+    may_change: bool,
 ) -> Agreed:
     """The outcome of ranks without a vote, and their vote if any of them relies on a number: Note [Who records].
 
@@ -408,13 +416,13 @@ def _agreed_by(
     if everyone is None:
         rendezvous.leave()
         return Agreed(mine, None)
-    reads = must_vote(recorder)
+    reads = must_vote(recorder) and not recorder.checks.has_exchanged
     words = [
         mine.level.name,
         *([_READS] if reads or compares else []),
         *([_RELIES] if reads and recorder.live else []),
         *([_SENDS] if sends else []),
-        *([] if is_first else [_AGAIN]),
+        *([] if may_change else [_AGAIN]),
     ]
     every = [*Level.__members__, _READS, _RELIES, _SENDS, _AGAIN]
     said = rendezvous.gather(everyone.groups, words, every)

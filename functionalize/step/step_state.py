@@ -14,9 +14,10 @@ raises `UncapturableError`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -384,12 +385,13 @@ class ExitState:
         explained: Container[int] = (),
         on_entry: Iterable[tuple[weakref.ref[Tensor], MovedPlace]] = (),
         one_object: Sequence[tuple[Any, Any]] = (),
+        replaced: Mapping[Any, weakref.ref[Tensor]] = MappingProxyType({}),
     ) -> ExitState:
         """Compare every slot and FSDP2's state with those on entry.
 
         changed: a change that is known already. python_effects: those of the step, with their values. explained: ids of
         generators that they move. on_entry: the tensors that were at places which the step moves. one_object: the
-        containers that the step leaves in several places.
+        containers that the step leaves in several places. replaced: see `MovingState`.
         """
         were: dict[int, list[MovedPlace]] = {}
         for tensor, source in on_entry:
@@ -397,7 +399,7 @@ class ExitState:
                 were.setdefault(id(tensor()), []).append(source)
         assigned, gradients = [], []
         call = Call(entry.leaves, [])
-        for at, gradient in changed_slots(entry.slots, entry.gradients, call):
+        for at, gradient in changed_slots(entry.slots, entry.gradients, call, replaced):
             name, slot = entry.slots[at]
             check_writable(name, slot, call)
             assigned.append(slot)

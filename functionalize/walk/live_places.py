@@ -655,7 +655,8 @@ def may_move(holder: Visit, visit: Visit) -> bool:
         is_known = True
     else:
         is_known = issubclass(kind, CONTAINERS) or is_of_user(owner) or is_read_by_content(kind)
-    return (is_known and not visit.is_loose) or (what in (int, float, bool) and is_observable(kind))
+    is_movable = what in (int, float, bool) or issubclass(what, Tensor)
+    return (is_known and not visit.is_loose) or (is_movable and is_observable(kind))
 
 
 def content_of(value: Any) -> Any:

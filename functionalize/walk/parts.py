@@ -8,9 +8,9 @@
     parts_of(connection, names)     `is_opaque`: it has state that cannot be read
 
 A replay finds a part again by its place. Of torch's own objects, those of `_STATE_OF_TORCH` are state of a script: data
-loaders, samplers, schedulers, autocast. Of all others, streams, meshes and the like, count the type, the numbers that
-code names, which process group it is, and which member of an enumeration. Locks and loggers have no state that
-determines the ops of a step.
+loaders, samplers, schedulers, autocast; those of `_MOVED_BY_STEPS` are as objects of libraries: stages of pipelines. Of
+all others, streams, meshes and the like, count the type, the numbers that code names, which process group it is, and
+which member of an enumeration. Locks and loggers have no state that determines the ops of a step.
 
 Invariant: two objects with equal facts, whose parts have equal facts, cause the same ops. Nothing is changed, and no
 method of the user is called: containers are read by the methods of their base class.
@@ -305,7 +305,7 @@ def _content_of(kind: type) -> PartsReader:
     if f"{kind.__module__}.{kind.__name__}" in _STATELESS:
         return _callable_or_kind
     if package in _OURS and not is_users_class(kind):
-        return _of_torch
+        return library if kind.__module__.startswith(_MOVED_BY_STEPS) else _of_torch
     if kind.__name__ == "cython_function_or_method":
         return _builtin
     if is_users_class(kind):
@@ -848,6 +848,8 @@ _STATE_OF_TORCH = (
     *("torch.autograd.graph", "torch.distributions", "torch.nn.attention"),
     "torch.distributed.fsdp._fully_shard._fsdp_api",
 )
+# These hold what a step leaves for its next call, as objects of libraries do: counts, buffers, flags.
+_MOVED_BY_STEPS = ("torch.distributed.pipelining",)
 _OPAQUE = frozenset({"Store", "Future"})  # other threads and processes change what they hold
 _BY_TEXT = frozenset({"finfo", "iinfo", "Tag", "qscheme", "ReduceOp", "Placement"})
 

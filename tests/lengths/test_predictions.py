@@ -353,9 +353,9 @@ def test_recordings_for_a_template_that_never_comes_delay_no_other(
 
 
 def test_what_it_does_not_go_with() -> None:
-    for options in ({"memory": True}, {"compile": "inductor"}):
+    for other in ({"memory": True}, {"compile": "inductor"}):
         with pytest.raises(ValueError, match="dynamic=True predicts"):
-            fz.capture(plain_loss, dynamic=True, **options)
+            fz.capture(plain_loss, dynamic=True, **other)
     for wrong in ("always", 0, 2.0):
         with pytest.raises(ValueError, match="dynamic is True, False or 'auto'"):
             fz.capture(plain_loss, dynamic=wrong)

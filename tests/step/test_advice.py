@@ -232,13 +232,13 @@ def _without_history(o: Owner, x: Tensor, given: Any) -> Any:
 
 def _requiring(o: Owner, x: Tensor, given: Any) -> Any:
     loss = o.loss(x)
-    o.last = loss.detach().requires_grad_()
+    o.pair = loss.detach().requires_grad_(), loss.detach()
     return loss
 
 
 def _not_requiring(o: Owner, x: Tensor, given: Any) -> Any:
     loss = o.loss(x)
-    o.last = loss.detach()
+    o.pair = loss.detach(), loss.detach()
     return loss
 
 
@@ -664,7 +664,7 @@ ROWS = (
     ),
     Row(
         _requiring,
-        r"assigns `o\.last` with a new tensor that requires a gradient",
+        r"assigns `o\.pair` with a new tensor that requires a gradient",
         r"detach it",
         _not_requiring,
     ),
