@@ -48,7 +48,10 @@ def rows() -> Iterator[Row]:
         "Hugging Face, dropout by default": (map(_model, CASES), "test_huggingface.py"),
         "a forward alone, backward outside": (test_boundary.CASES, "test_boundary.py"),
         "pipelines": (
-            [f"`{kind}`{under}" for kinds, under in test_pipelines.TABLE for kind in kinds],
+            [
+                *(f"`{kind}`{under}" for kinds, under in test_pipelines.TABLE for kind in kinds),
+                *test_pipelines.LOOPS,
+            ],
             "test_pipelines.py",
         ),
         "saved, loaded in another process": (test_persist.KINDS, "test_persist.py"),
