@@ -10,11 +10,11 @@
 The second form takes the place of `-m torchtitan.train`: torchtitan's own entry runs, whose trainer is captured when it
 begins to train.
 
-torchtitan calls `trainer.fwd_bwd_fn` for each microbatch, and replaces it itself for CUDA graphs. From now on it is the
+torchtitan calls `trainer.fwd_bwd_fn` for each microbatch, and replaces it itself for CUDA graphs; under pipeline
+parallelism it calls `trainer.pp_forward_backward_step` for all microbatches of a schedule. From now on this is the
 captured step: gradients are left in `.grad`, reduced or accumulated by FSDP2 as in eager. Clipping, optimizer,
 scheduler, metrics, checkpoints and validation run eagerly.
-Refusals: pipeline parallelism, whose schedule calls the stages itself; CUDA graphs of torchtitan
-(`training.disable_cuda_graphs` must be true).
+Refusals: CUDA graphs of torchtitan (`training.disable_cuda_graphs` must be true).
 """
 
 from __future__ import annotations
@@ -34,26 +34,24 @@ log = logging.getLogger("functionalize")
 def capture(trainer: Any, **options: Any) -> CapturedStep[..., Any]:
     """Replace `trainer.fwd_bwd_fn` by a captured step, and return it. options: those of `fz.capture`.
 
-    A call that cannot be captured runs eagerly. Raises `ValueError` for a trainer with pipeline parallelism or
-    CUDA graphs.
+    Under pipeline parallelism it is `trainer.pp_forward_backward_step`. A call that cannot be captured runs eagerly.
+    Raises `ValueError` for a trainer with CUDA graphs.
     """
+    name, what = "fwd_bwd_fn", "a microbatch"
     if trainer.parallel_dims.pp_enabled:
-        raise ValueError(
-            "the schedule of pipeline parallelism calls the stages of this trainer itself: `fwd_bwd_fn` is not called, "
-            "and nothing would be captured"
-        )
+        name, what = "pp_forward_backward_step", "all microbatches of the schedule"
     if not trainer.config.training.disable_cuda_graphs:
         raise ValueError(
             "torchtitan has wrapped `fwd_bwd_fn` of this trainer in a CUDA graph: set "
             "`training.disable_cuda_graphs`"
         )
     options = {"on_uncapturable": "eager", **options}
-    step: CapturedStep[..., Any] = entry.capture(trainer.fwd_bwd_fn, **options)
+    step: CapturedStep[..., Any] = entry.capture(getattr(trainer, name), **options)
     step.boundary = Boundary(
-        "`trainer.fwd_bwd_fn`, forward, loss and backward of a microbatch",
+        f"`trainer.{name}`, forward, loss and backward of {what}",
         "data, clipping, optimizer, schedulers, validation, metrics, checkpoints",
     )
-    trainer.fwd_bwd_fn = step
+    setattr(trainer, name, step)
     return step
 
 

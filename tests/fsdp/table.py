@@ -9,16 +9,20 @@ cannot run it on gloo, and the test shows eager's error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from tests.fsdp import (
     features,
     test_boundary,
     test_checkpointing,
+    test_context_parallel,
+    test_messages,
     test_microbatches,
     test_optimizers,
     test_persist,
     test_pipelines,
+    test_tensor_parallel,
 )
 from tests.fsdp.huggingface import CASES
 from tests.pages import Part
@@ -47,13 +51,6 @@ def rows() -> Iterator[Row]:
         "numbers that are live": (_ALONE.keys(), "test_optimizers.py"),
         "Hugging Face, dropout by default": (map(_model, CASES), "test_huggingface.py"),
         "a forward alone, backward outside": (test_boundary.CASES, "test_boundary.py"),
-        "pipelines": (
-            [
-                *(f"`{kind}`{under}" for kinds, under in test_pipelines.TABLE for kind in kinds),
-                *test_pipelines.LOOPS,
-            ],
-            "test_pipelines.py",
-        ),
         "saved, loaded in another process": (test_persist.KINDS, "test_persist.py"),
     }
     for group, (titles, file) in proven.items():
@@ -98,9 +95,54 @@ def _model(key: str) -> str:
     return f"{_MODELS[known]}{words.removeprefix(known)}" if known else words
 
 
+_ON_A_MESH = ", beside FSDP2 on a 2×2 mesh"
+_COLUMNS = {None: "`passes` not given", "": '`""`', "default": '`"default"`', "fast": '`"fast"`'}
+
+
+def parallelisms() -> Iterator[tuple[str, Callable[..., None]]]:
+    """(what is done in parallel, its test)."""
+    for kind in test_pipelines.KINDS:
+        yield f"`{kind}`", test_pipelines.test_a_schedule
+    for kind in test_pipelines.SHARDED:
+        yield f"`{kind}`{_ON_A_MESH}", test_pipelines.test_a_schedule_of_sharded_stages
+    for title in test_pipelines.LOOPS:
+        yield f"`Schedule1F1B`, {title}", test_pipelines.test_a_loop
+    yield "a pipeline by `isend` and `recv`", test_messages.test_a_pipeline_by_hand
+    yield "attention on a ring, one backward through it", test_messages.test_attention_on_a_ring
+    for title in test_context_parallel.WAYS.values():
+        yield title, test_context_parallel.test_two_ranks
+        yield f"{title}{_ON_A_MESH}", test_context_parallel.test_beside_data_parallelism
+    for title in test_tensor_parallel.KINDS.values():
+        yield title, test_tensor_parallel.test_two_ranks
+        yield f"{title}{_ON_A_MESH}", test_tensor_parallel.test_a_mesh_of_four_ranks
+    yield test_tensor_parallel.IN_PIPELINE, test_tensor_parallel.test_a_mesh_of_four_ranks
+
+
+def _passes_of(test: Any) -> list[Any]:
+    """The passes with which a test is parametrised."""
+    marks = (mark.args for mark in test.pytestmark if mark.name == "parametrize")
+    return next((values for name, values in marks if name == "passes"), [None])
+
+
+def _table_of_parallelisms() -> str:
+    lines = [
+        "### Parallelism",
+        "",
+        "On 2 ranks, or 4 for a mesh; with the passes of each column. What has no ✓ was not run.",
+        "",
+        f"| in parallel | {' | '.join(_COLUMNS.values())} | test |",
+        "| --- |" + " --- |" * (len(_COLUMNS) + 1),
+    ]
+    for title, test in parallelisms():
+        passes, file = _passes_of(test), f"{test.__module__.rpartition('.')[2]}.py"
+        marks = " | ".join("✓" if each in passes else "" for each in _COLUMNS)
+        lines.append(f"| {title} | {marks} | [`{test.__name__}`](../tests/fsdp/{file}) |")
+    return "\n".join(lines)
+
+
 def table() -> str:
     """The rows as Markdown: a heading and a list for each group, with a link to the file of its tests."""
-    sections = []
+    sections = [_table_of_parallelisms()]
     for group, titles, file in rows():
         heading = f"### {group[0].upper()}{group[1:]}"
         link = f"[`{file}`](../tests/fsdp/{file})"

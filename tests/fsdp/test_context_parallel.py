@@ -122,7 +122,11 @@ class Attention(nn.Module):
         return x + self.out(out.reshape(len(x), D))
 
 
-WAYS = {"ring": RingAttention.apply, "ulysses": ulysses}
+ATTEND = {"ring": RingAttention.apply, "ulysses": ulysses}
+WAYS = {
+    "ring": "a ring with online softmax, zig-zag",
+    "ulysses": "Ulysses: heads for the sequence by `all_to_all_single`",
+}
 
 
 class Trainer:
@@ -143,7 +147,7 @@ class Trainer:
             mine = rank, 2 * parts - 1 - rank
         self.positions = torch.cat([pieces[each] for each in mine])
         torch.manual_seed(0)
-        self.layers = nn.ModuleList([Attention(WAYS[way], self.group) for _ in range(2)])
+        self.layers = nn.ModuleList([Attention(ATTEND[way], self.group) for _ in range(2)])
         for layer in self.layers:
             fully_shard(layer, mesh=mesh["dp", "cp"]._flatten("all") if data == 1 else mesh["dp"])
         self.is_replicated = data > 1
@@ -184,7 +188,7 @@ def attended(way, zigzag):
     trainer = Trainer(way, 1, zigzag)
     whole = torch.randn(3, LENGTH, HEADS, DEPTH, generator=torch.Generator().manual_seed(1))
     mine = whole[:, trainer.positions].requires_grad_()
-    out = WAYS[way](*mine, trainer.positions, trainer.group)
+    out = ATTEND[way](*mine, trainer.positions, trainer.group)
     out.square().sum().backward()
     whole.requires_grad_()
     wanted = nn.functional.scaled_dot_product_attention(

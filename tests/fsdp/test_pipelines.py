@@ -189,7 +189,6 @@ KINDS = [
 ]
 LONG = [KINDS[2], KINDS[4], V_SHAPED[1]]
 SHARDED = ["Schedule1F1B", "ScheduleInterleaved1F1B", *V_SHAPED]
-TABLE = [(KINDS, ""), (SHARDED, ", stages under `fully_shard` on a 2×2 mesh")]
 
 
 @pytest.mark.parametrize(
