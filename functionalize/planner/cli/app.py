@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, Signature, signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,6 +26,7 @@ from functionalize.planner.cli.scripts import (
     assignments,
     axes,
     nbytes,
+    on_path,
     training,
 )
 from functionalize.planner.cli.scripts import mesh as sizes
@@ -42,14 +44,14 @@ Script = Annotated[
     str,
     typer.Argument(
         metavar="SCRIPT",
-        help="path/to/file.py or package.module, with `build` and `step`; or a config: hf:, trainer:.",
+        help="path/to/file.py or package.module, with `build` and `step`; or a config: hf:, trainer:, titan:.",
     ),
 ]
 Source = Annotated[
     str,
     typer.Argument(
         metavar="SCRIPT|FILE",
-        help="path/to/file.py, package.module or a config (hf:, trainer:); or a file.fzp of `capture -o`.",
+        help="path/to/file.py, package.module or a config (hf:, trainer:, titan:); or a file.fzp of `capture -o`.",
     ),
 ]
 Pipeline = Annotated[
@@ -253,7 +255,8 @@ def _show_script(out: Out, source: str) -> None:
         raise UsageError(
             f"{source} is a script: --show-script prints that of a config, as hf:models/qwen3"
         )
-    text = script_of(source)
+    with on_path(Path.cwd()):
+        text = script_of(source)
     out.emit(lambda: {"script": text}, lambda console: print(text, end="", file=out.stdout))
 
 

@@ -264,16 +264,19 @@ def error_text(error: BaseException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress warnings and logs."""
+    """Suppress warnings, and logs for which nobody has set up a handler."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
+    last_resort = logging.lastResort
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
+            logging.lastResort = logging.NullHandler()
             for logger in loggers:
                 logger.setLevel(logging.CRITICAL)
             yield
         finally:
+            logging.lastResort = last_resort
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
 

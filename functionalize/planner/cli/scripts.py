@@ -71,14 +71,14 @@ def opened(where: str, names: FunctionNames) -> Iterator[Script]:
     from functionalize.planner.configs.sources import is_config, script_of  # needs torch
 
     if is_config(where):
-        with _on_path(Path.cwd()), _from_text(where, script_of(where)) as module:
+        with on_path(Path.cwd()), _from_text(where, script_of(where)) as module:
             yield _script(where, module, names)
         return
     path = Path(where)
     is_file = where.endswith(".py") or path.exists()
     if is_file and not path.is_file():
         raise UsageError(f"{where} is not there: give the path of a Python file, or package.module")
-    with _on_path(path.resolve().parent if is_file else Path.cwd()):
+    with on_path(path.resolve().parent if is_file else Path.cwd()):
         if is_file:
             with _from_file(path) as module:
                 yield _script(where, module, names)
@@ -96,7 +96,8 @@ def as_usage(kind: type[FunctionalizeError] = FunctionalizeError) -> Iterator[No
 
 
 @contextmanager
-def _on_path(folder: Path) -> Iterator[None]:
+def on_path(folder: Path) -> Iterator[None]:
+    """Let Python find modules in a folder first."""
     sys.path.insert(0, str(folder))
     # Hide this command's arguments from a script that reads `sys.argv`.
     arguments, sys.argv = sys.argv, sys.argv[:1]

@@ -1,1 +1,1 @@
-"""Scripts made from configs: what `functionalize plan hf:...` and `trainer:...` plan."""
+"""Scripts made from configs: what `functionalize plan hf:...`, `trainer:...` and `titan:...` plan."""

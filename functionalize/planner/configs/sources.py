@@ -2,6 +2,7 @@
 
     hf:models/qwen3         a config of transformers: a folder with config.json, that file, or the name of a repository
     trainer:run/args.json   transformers' TrainingArguments, beside the config.json of the model
+    titan:llama3_8b         a configuration of torchtitan, or MODULE.NAME of one, and torchtitan's options after it
 
 What is printed and what is planned is one text. Raises `UsageError`.
 """
@@ -44,4 +45,14 @@ def _of_trainer(where: str) -> str:
     return script(model, recipe)
 
 
-_MADE_BY: dict[str, Callable[[str], str]] = {"hf": _of_hugging_face, "trainer": _of_trainer}
+def _of_torchtitan(where: str) -> str:
+    from functionalize.planner.configs import torchtitan
+
+    return torchtitan.script(where)
+
+
+_MADE_BY: dict[str, Callable[[str], str]] = {
+    "hf": _of_hugging_face,
+    "trainer": _of_trainer,
+    "titan": _of_torchtitan,
+}

@@ -14,7 +14,7 @@ import functionalize as fz
 from functionalize.errors import UsageError
 from functionalize.planner.cli.scripts import FunctionNames, opened
 from functionalize.planner.configs.sources import script_of
-from tests.planner.configs.tiny import LENGTH, WORDS, saved
+from tests.planner.configs.tiny import LENGTH, WORDS, memory_of, saved
 
 pytest.importorskip("accelerate")
 BATCH, ACCUMULATE = 2, 4
@@ -34,14 +34,6 @@ def source(folder: Path, **changes: Any) -> str:
     where = Path(saved("llama", folder)) / "args.json"
     where.write_text(json.dumps({**ARGUMENTS, **changes}))
     return f"trainer:{where}"
-
-
-def memory_of(step: Any, *args: Any) -> Any:
-    """The memory of the third call."""
-    noted = fz.record_memory(step)
-    for _ in range(3):
-        noted(*args)
-    return noted.memory
 
 
 @pytest.mark.long

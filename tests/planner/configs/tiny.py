@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import functionalize as fz
+
 transformers = pytest.importorskip("transformers")
 
 WORDS, LENGTH, BATCH = 64, 16, 2
@@ -126,3 +128,11 @@ def by_hand(family: Family) -> tuple[Callable[..., Any], Callable[..., Any], Cal
         return loss.detach()
 
     return build, step, inputs
+
+
+def memory_of(step: Callable[..., Any], *args: Any) -> Any:
+    """The memory of the third call."""
+    noted = fz.record_memory(step)
+    for _ in range(3):
+        noted(*args)
+    return noted.memory
