@@ -176,6 +176,45 @@ def process_groups() -> list[Any]:
 
 
 @contextmanager
+def without_process_groups() -> Iterator[None]:
+    """Hide the process groups of this process, from all of its threads; afterwards they are as before (2.13, 2.15).
+
+    torch has no public name for that. Their tables are the properties of one object, emptied and filled again; their
+    names, of which the groups made meanwhile have the same, are registered again.
+    """
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+
+    c10d = dist.distributed_c10d
+    world, default = c10d._world, dist.group.WORLD
+    if default is None:
+        yield
+        return
+    tables = {
+        id(table): (table, table.copy())
+        for name, kind in vars(type(world)).items()
+        if isinstance(kind, property) and kind.fset is None
+        if isinstance(table := getattr(world, name), (dict, list))
+    }
+    names, count, method = dict(world.pg_names), world.group_count, c10d._default_pg_init_method
+    for name in names.values():
+        _unregister_process_group(name)
+    for table, _ in tables.values():
+        table.clear()
+    c10d._update_default_pg(None)
+    try:
+        yield
+    finally:
+        for table, held in tables.values():
+            table.clear()
+            table.update(held) if isinstance(table, dict) else table.extend(held)
+        for group, name in names.items():
+            _register_process_group(name, group)
+        world.group_count, c10d._default_pg_init_method = count, method
+        c10d._update_default_pg(default)
+
+
+@contextmanager
 def fake_process_group(rank: int, size: int) -> Iterator[None]:
     """A default process group whose collectives return at once (torch.testing has the only one)."""
     import torch.distributed as dist

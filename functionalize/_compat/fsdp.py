@@ -7,6 +7,7 @@ import functools
 import importlib
 import re
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -95,6 +96,25 @@ def class_before_fsdp(kind: type) -> type:
     """The class that a module had before `fully_shard` gave it one that inherits from it (2.11 to 2.15)."""
     first, *others = kind.__bases__
     return others[0] if len(others) == 1 and first in fsdp_classes()[-1:] else kind
+
+
+def is_fsdp_hook(hook: Any) -> bool:
+    """Whether FSDP2 has registered a hook of a module (2.11 to 2.15)."""
+    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp.")
+
+
+def without_fsdp_state(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of a module without what `fully_shard` has noted among them (2.11 to 2.15)."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    def is_of_others(key: Any) -> bool:  # a function, or its name
+        return getattr(key, "__name__", key) != "fully_shard"
+
+    found = dict(attributes)
+    for name in (STATE_KEY, REGISTRY_KEY):
+        if name in found:
+            found[name] = {key: item for key, item in found[name].items() if is_of_others(key)}
+    return found
 
 
 def fsdp_lazy_init(state: Any) -> None:

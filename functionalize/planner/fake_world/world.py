@@ -20,12 +20,14 @@ What differs from a job of real ranks, inside the `with`:
   True for `all`, else 1 (`True`);
 - the kernels, defaults and autocast lists are the target's, see `target.py`.
 
+Process groups of the process are hidden meanwhile, from all of its threads.
+
 Invariant: after the `with` everything is as before, also if its body raised.
-Refuses (`WorldError`): a process group that exists already, a world inside a world, a mesh that does not fit the size
-or is of a fake tensor of ranks, results whose shape depends on data, decisions on data other than numbers
-(`torch.equal`), loops that read without end; what reads data past the dispatcher, where torch's own errors mention
-tensor subclasses or a CPU that does not occur in the user's code: `tensor.numpy()`, `DistributedDataParallel`,
-`FullyShardedDataParallel`; for a CUDA target also `SyncBatchNorm` and `flex_attention`, whose kernels the CPU lacks.
+Refuses (`WorldError`): a world inside a world, a mesh that does not fit the size or is of a fake tensor of ranks,
+results whose shape depends on data, decisions on data other than numbers (`torch.equal`), loops that read without end;
+what reads data past the dispatcher, where torch's own errors mention tensor subclasses or a CPU that does not occur in
+the user's code: `tensor.numpy()`, `DistributedDataParallel`, `FullyShardedDataParallel`; for a CUDA target also
+`SyncBatchNorm` and `flex_attention`, whose kernels the CPU lacks.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ from functionalize._compat.distributed import (
     sharding_propagation,
     share_ranks,
     strided_shard_flags,
+    without_process_groups,
 )
 from functionalize._compat.fakes import (
     DataDependentOutputException,
@@ -262,13 +265,9 @@ def world(
     shape, names, size = world_shape(size, mesh, rank)
     if in_world():
         raise WorldError("a fake world inside a fake world: leave the one before entering another")
-    if dist.is_initialized():
-        raise WorldError(
-            f"a process group of {dist.get_world_size()} ranks exists: a fake world makes its own. "
-            "Enter the world in a process without one, or call torch.distributed.destroy_process_group() first"
-        )
     kind = target_named(target)
     with ExitStack() as stack:
+        stack.enter_context(without_process_groups())
         stack.enter_context(fake_process_group(rank, size))
         forget_shardings()
         stack.callback(forget_shardings)

@@ -5,11 +5,14 @@
 
         model, optimizer ──deepcopy, each tensor a fake one──▶ copies ──shard──▶ optimizer of what is sharded
 
+A model that `fully_shard` has sharded is copied as it was before, and its copy sharded alike (`live_shards.py`), or by
+`shard`.
+
 Invariant: the objects are as before, also after an error. Copies are made inside a fake world: each of their tensors
 has the geometry of its original, which may be on any device or `meta`; views of one storage stay views of one storage.
 Gradients are not copied: the step begins and ends without.
-Refuses (`PlanError`): models that are sharded already, tensors of classes with a behaviour of their own, objects that
-`copy.deepcopy` cannot copy, a forward that computes with the parameters of the original.
+Refuses (`PlanError`): shardings that cannot be done again, tensors of classes with a behaviour of their own, objects
+that `copy.deepcopy` cannot copy, a forward that computes with the parameters of the original.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from torch.optim import Optimizer
 
 from functionalize._compat.graphs import pytree
 from functionalize.errors import PlanError
-from functionalize.fsdp.objects import fsdp_states
+from functionalize.fsdp.objects import fsdp_params
+from functionalize.planner.sweep.live_shards import LiveShards, Memo
 from functionalize.planner.sweep.points import arguments
 from functionalize.util.patching import Patch, Patches
 
@@ -44,12 +48,18 @@ def functions_of(
 ) -> Functions:
     """`build`, `step` and `inputs` of a plan; see `fz.plan`."""
     _check(model, optimizer, step, shard)
+    shards = LiveShards.of(model)
 
     def build() -> tuple[nn.Module, Optimizer]:
-        made, its_optimizer = _copied((model, optimizer))
-        if shard is not None:
+        memo: Memo = {}
+        begin = functools.partial(shards.begin, optimizer) if shards is not None else None
+        made, its_optimizer = _copied((model, optimizer), memo, begin)
+        if shard is not None or shards is not None:
             before = dict(made.named_parameters(remove_duplicate=False))
-            shard(made)
+            if shard is not None:
+                shard(made)
+            elif shards is not None:
+                shards.again(memo)
             after = dict(made.named_parameters(remove_duplicate=False))
             _rebind(its_optimizer, {before[name]: after[name] for name in before})
         return made, its_optimizer
@@ -102,12 +112,8 @@ def _check(model: Any, optimizer: Any, step: Any, shard: Any) -> None:
     for name, function in (("step", step), ("shard", shard)):
         if function is not None and not callable(function):
             raise PlanError(f"`{name}` is a function, not {type(function).__name__}")
-    if next(fsdp_states(model), None) is not None:
-        raise PlanError(
-            f"{type(model).__name__} is sharded already, over the ranks of this process: give the model as it was "
-            "before, and `shard=`, a function that calls fully_shard on its copy"
-        )
     trained = {id(p) for p in model.parameters()}
+    trained |= {id(each.sharded_param) for _, each in fsdp_params(model)}  # registered or not
     if not any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):
         raise PlanError(
             f"{type(optimizer).__name__} has none of the parameters of {type(model).__name__}: give the optimizer "
@@ -135,12 +141,20 @@ def untouched(model: nn.Module) -> Iterator[None]:
 # -- copies ----------------------------------------------------------------------------------------
 
 
-def _copied(objects: Any) -> Any:
-    """Copies of objects whose tensors are fake. To be called inside a fake world."""
+def _copied(
+    objects: Any, memo: Memo | None = None, begin: Callable[[Memo], None] | None = None
+) -> Any:
+    """Copies of objects whose tensors are fake. To be called inside a fake world.
+
+    memo: is filled by `copy.deepcopy`, after `begin`.
+    """
     patches = Patches(_copying)
     patches.install()
     try:
-        return copy.deepcopy(objects)
+        memo = {} if memo is None else memo
+        if begin is not None:
+            begin(memo)
+        return copy.deepcopy(objects, memo)
     except (TypeError, RuntimeError, NotImplementedError) as error:
         raise PlanError(
             f"what is planned cannot be copied: {error}. Give functions that make it: fz.plan(build, step)"

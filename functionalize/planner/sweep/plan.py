@@ -51,6 +51,7 @@ from functionalize.planner.report.text import Memory
 from functionalize.planner.sweep.changes import modules_of
 from functionalize.planner.sweep.figures import Figures, joined, memory_of
 from functionalize.planner.sweep.live_objects import functions_of, untouched
+from functionalize.planner.sweep.live_shards import LiveShards
 from functionalize.planner.sweep.points import (
     WORLD_KEYS,
     Point,
@@ -136,12 +137,13 @@ def plan(*given: Any, **options: Any) -> Sweep:
         [616, 4388]
 
     Of a model, an optimizer and a batch, all tensors are copied without data, from any device or `meta`; the objects
-    stay as they are. Each rank has the whole model, unless `shard(model)` calls `fully_shard` on the copy.
+    stay as they are. A model that is sharded is planned so: in the world of its mesh, or in the one that is asked for.
+    Else each rank has the whole model, unless `shard(model)` calls `fully_shard` on the copy.
     batch: the tensors of a rank, or a function that makes them, which may take keys. A tuple is spread, a dict becomes
     keyword arguments.
     step: `step(model, optimizer, ...)` with the batch. Without it: `model(...)`, backward of the loss (`.loss` or
     `["loss"]` of what it returns, or a tensor of one element), `optimizer.step()`, `optimizer.zero_grad()`.
-    Raises `PlanError` for what `planner/sweep/live_objects.py` refuses, as a model that is sharded already.
+    Raises `PlanError` for what `planner/sweep/live_objects.py` refuses, as tensor parallelism.
 
         >>> model = torch.nn.Linear(8, 8)
         >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -168,6 +170,9 @@ def _plan_objects(
     **options: Any,
 ) -> Sweep:
     build, step, inputs = functions_of(model, optimizer, batch, step, shard)
+    shards = LiveShards.of(model)
+    if shards is not None and not {"world", "mesh"} & {*options, *(options.get("grid") or ())}:
+        options["world"] = shards.ranks
     with untouched(model):
         return _plan_functions(build, step, inputs=inputs, **options)
 

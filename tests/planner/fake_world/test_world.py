@@ -16,7 +16,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import flex_attention
 
 import functionalize as fz
-from functionalize._compat.distributed import fake_work_ids, mesh_methods, sharding_propagation
+from functionalize._compat.distributed import (
+    fake_work_ids,
+    mesh_methods,
+    process_groups,
+    sharding_propagation,
+)
 from functionalize._compat.fsdp import fully_sharded_chunks
 from functionalize.errors import WorldError
 from functionalize.ir.worlds import in_world
@@ -229,9 +234,13 @@ def test_what_real_ranks_do_afterwards_is_as_before():
 
 
 def around_a_world(name: str) -> str:
-    """On a real rank: a world is refused, and changes nothing."""
-    with pytest.raises(WorldError, match="a process group of 2 ranks exists"), fz.world(size=4):
-        pass
+    """On a real rank: its groups are hidden in a world, and there again afterwards."""
+    groups, count = process_groups(), torch.ones(())
+    with fz.world(size=4):
+        assert dist.get_world_size() == 4 and not {*groups} & {*process_groups()}
+        dist.all_reduce(torch.ones(()))
+    dist.all_reduce(count)
+    assert count == dist.get_world_size() == 2 and groups == process_groups()
     return program_of(name)
 
 

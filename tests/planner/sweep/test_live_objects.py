@@ -9,53 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 import functionalize as fz
 from functionalize.errors import PlanError
-from tests.planner.sweep.blocks import WIDTH, Block
-
-
-class Net(nn.Module):
-    """Two blocks, a head that is tied to one of their weights, and a table that is a view of a larger one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(Block(), Block())
-        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.tied = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.tied.weight = self.head.weight
-        self.table = torch.ones(8, WIDTH)[2:4]
-        self.register_buffer("other_rows", self.table[:1])
-
-    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
-        x = self.tied(self.head(self.blocks(x))) * self.table[:1] * self.other_rows
-        return {"loss": (x * scale).sum()}
-
-
-def shard(model: Any) -> None:
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-
-
-def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
-    loss = model(x)["loss"]
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        [{"params": [model.head.weight]}, {"params": model.blocks.parameters(), "lr": 1e-5}],
-        fused=True,
-    )
-
-
-def figures(sweep: Any) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if k != "planned in"} for row in sweep.rows()]
+from tests.planner.sweep.nets import WIDTH, Net, adam, figures, shard, step
 
 
 def by_functions(is_sharded: bool, **given: Any) -> Any:
@@ -152,13 +109,3 @@ def test_a_forward_that_holds_the_original_is_refused() -> None:
     with pytest.raises(PlanError, match="a copy of Net computes with the parameters of the origin"):
         fz.plan(model, adam(model), batch, world=2)
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_sharded_model_is_refused() -> None:
-    with fz.world(2):
-        model = Net()
-        shard(model)
-        with pytest.raises(
-            PlanError, match="Net is sharded already, over the ranks of this proces"
-        ):
-            fz.plan(model, adam(model), torch.randn(4, WIDTH))
