@@ -12,7 +12,6 @@ Invariant: an order with these constraints computes the same bits as that of the
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -29,6 +28,7 @@ from functionalize.ir.commit import is_commit
 from functionalize.ir.generators import is_random
 from functionalize.ir.phases import FORWARD, in_backward, phase_of
 from functionalize.ir.waits import is_wait_of_message
+from functionalize.util.by_address import by_address
 
 
 def constraints_of(live: Liveness, apart: Collection[fx.Node] = ()) -> Constraints:
@@ -94,7 +94,7 @@ def kind_of(node: fx.Node) -> str:
     return _kind_of_op(node.target)
 
 
-@cache
+@by_address
 def _kind_of_op(target: Any) -> str:
     if getattr(target, "namespace", "") != "_c10d_functional":
         return ""

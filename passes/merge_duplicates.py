@@ -24,7 +24,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -38,6 +37,7 @@ from functionalize.passes.base import Pass
 from functionalize.passes.metadata import revalue
 from functionalize.passes.views import Geometries, chain
 from functionalize.program.program import Program
+from functionalize.util.by_address import by_address
 
 aten = torch.ops.aten
 _UNDEFINED = frozenset(
@@ -51,6 +51,7 @@ _UNDEFINED = frozenset(
         aten.new_empty_strided,
     }
 )
+
 _PYTHON = ("_operator", "math")  # functions of numbers, and `getitem`
 _WRITING = (operator.setitem, operator.delitem)
 _TORCH = ("aten", "prims")
@@ -163,7 +164,7 @@ def _is_repeatable(node: fx.Node) -> bool:
     return _is_repeatable_op(node.target) and not is_impure(node)
 
 
-@cache
+@by_address
 def _is_repeatable_op(target: Any) -> bool:
     """Whether calls of an op are deterministic, and have no side effects unless their arguments ask for them."""
     if not hasattr(target, "_schema"):

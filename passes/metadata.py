@@ -5,7 +5,6 @@ Invariant: the fake value of a view is on the memory of the fake value of its so
 
 from __future__ import annotations
 
-import itertools
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,11 +12,12 @@ import torch
 from torch import Tensor, fx
 
 from functionalize._compat.fakes import FakeTensor
-from functionalize._compat.graphs import first_input, pytree
+from functionalize._compat.graphs import first_input, input_nodes
 from functionalize._compat.references import address
 from functionalize.analysis.aliases import is_view, storage_key
 from functionalize.ir.fakes import FakeResultCache, Fakes
 from functionalize.ir.ops import geometry_of, tensor_metadata
+from functionalize.program.metadata import tensors_of
 
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
@@ -49,10 +49,9 @@ class NewValues:
         """Fill `val` and `tensor_meta` of one node."""
         target: Any = node.target
         args, kwargs = value_of(node.args), value_of(node.kwargs)
-        others = (n.meta.get("val") for n in node.graph.nodes)
-        near = itertools.chain([(args, kwargs)], others)
-        leaves = itertools.chain.from_iterable(map(pytree.tree_leaves, near))
-        mode = next((t.fake_mode for t in leaves if isinstance(t, FakeTensor)), None)
+        near = (n for nodes in (input_nodes(node), node.graph.nodes) for n in nodes)
+        tensors = (t for n in near for t in tensors_of(n.meta.get("val")))
+        mode = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
 
         def op() -> Any:
             with nullcontext() if mode is None else mode:

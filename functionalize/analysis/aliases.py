@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from functionalize._compat.dispatch import OpOverload
 from functionalize._compat.graphs import first_input, input_nodes
 from functionalize.discharge.rules import mutations
 from functionalize.discharge.rules.mutations import written_arguments
@@ -28,18 +28,23 @@ from functionalize.ir.guards import AliasGuard
 from functionalize.ir.outputs import OutputRole, Result, Wrapped
 from functionalize.ir.waits import WAIT
 from functionalize.program.executable import Executable
+from functionalize.util.by_address import by_address
 
 aten = torch.ops.aten
 
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node is a view of its first argument, or a part of a tuple of such views."""
-    if node.op != "call_function":
-        return False
-    if node.target is operator.getitem:
+    target = node.target
+    if target is operator.getitem and node.op == "call_function":
         parent = node.args[0]
         return isinstance(parent, fx.Node) and is_view(parent)
-    return bool(getattr(node.target, "is_view", False)) and bool(input_nodes(node))
+    return _is_view_op(target) and bool(input_nodes(node))
+
+
+@by_address
+def _is_view_op(target: Any) -> bool:
+    return isinstance(target, OpOverload) and bool(target.is_view)
 
 
 def written_nodes(node: fx.Node) -> list[tuple[str, fx.Node]]:
@@ -47,10 +52,11 @@ def written_nodes(node: fx.Node) -> list[tuple[str, fx.Node]]:
 
     The gradients of a fused optimizer are left out unless it unscales them, although its schema marks them as written.
     """
-    if node.op != "call_function":
+    places = _written_places(node.target)
+    if not places:
         return []
     found: list[tuple[str, fx.Node]] = []
-    for at, name in _written_places(node.target):
+    for at, name in places:
         if name == "grads" and leaves_gradients(node):
             continue
         value = node.kwargs.get(name)
@@ -60,7 +66,7 @@ def written_nodes(node: fx.Node) -> list[tuple[str, fx.Node]]:
     return found
 
 
-@cache
+@by_address
 def _written_places(target: Any) -> tuple[tuple[int | None, str], ...]:
     if target is RESIZE_STORAGE:
         return ((0, "variable"),)
@@ -109,19 +115,19 @@ class Aliases:
     def __init__(self, graph: fx.Graph) -> None:
         self._parent: dict[fx.Node, fx.Node] = {}
         self._first: dict[int, fx.Node] = {}  # key of a storage -> the first tensor on it
-        keys: dict[fx.Node, int] = {}
+        keys: dict[fx.Node, int | None] = {}
+        first, parent = self._first, self._parent
         for node in graph.nodes:
             value = node.meta.get("val")
-            key = storage_key(value) if isinstance(value, Tensor) else None
+            key = keys[node] = storage_key(value) if isinstance(value, Tensor) else None
             if key is not None:
-                keys[node] = key
-                first = self._first.setdefault(key, node)
-                if first is not node:
-                    self.unite(first, node)
+                same = first.setdefault(key, node)
+                if same is not node:  # on the memory of a group, whose representative is known
+                    parent[node] = self.of(same)
             # A wait returns its argument, although its schema does not say so.
-            if is_view(node) or node.target is WAIT:
+            if node.target is WAIT or is_view(node):
                 source = first_input(node)
-                if key is None or keys.get(source) != key:  # else they are in one group already
+                if key is None or keys[source] != key:  # else they are in one group already
                     self.unite(source, node)
 
     def of(self, node: fx.Node) -> fx.Node:

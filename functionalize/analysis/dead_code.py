@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 from torch import Tensor, fx
@@ -19,6 +18,7 @@ from functionalize.analysis.aliases import written_nodes
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.commit import commit
 from functionalize.ir.generators import GET_STATE, is_random, is_random_op
+from functionalize.util.by_address import by_address
 
 _COMMUNICATING = ("_c10d_functional", "_dtensor")  # namespaces
 
@@ -37,7 +37,7 @@ def keeps_its_place(node: fx.Node) -> bool:
     return is_impure(node) or is_random(node)
 
 
-@cache
+@by_address
 def _is_impure_op(target: Any) -> bool:
     """Whether every call of an op has a side effect, writes apart."""
     if is_random_op(target) and target is not GET_STATE:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from functionalize.discharge.rules.mutations import (
 )
 from functionalize.ir.generators import is_random
 from functionalize.ir.ops import geometry_of
+from functionalize.util.by_address import by_address
 
 aten = torch.ops.aten
 
@@ -69,7 +69,7 @@ def form_of(node: fx.Node) -> tuple[Any, FunctionalForm] | None:
     return inplace_form(node.target) or (_out_of(node) if by_element else None)
 
 
-@cache
+@by_address
 def _exactness(target: Any) -> tuple[bool, bool]:
     """Whether the in-place form of an op is known to compute the same bits; whether as each element is by itself."""
     if not hasattr(target, "_schema") or target.namespace != "aten":

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import has_side_effect
 
+from functionalize.util.by_address import by_address
+
 _LIBRARY = torch.library.Library(
     "functionalize", "FRAGMENT"
 )  # the ops exist as long as this object
@@ -88,6 +90,7 @@ def is_random(node: fx.Node) -> bool:
     return is_random_op(node.target)
 
 
+@by_address
 def is_random_op(target: Any) -> bool:
     """Whether an op does so."""
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())

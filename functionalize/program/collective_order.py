@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from functionalize.ir.barrier import BARRIER
 from functionalize.ir.ops import OpRecord, refs_in
 from functionalize.ir.point_to_point import is_message
 from functionalize.program.metadata import tensors_of
+from functionalize.util.by_address import by_address
 from functionalize.util.process_groups import group_name, is_group, is_reduction, reduction_text
 
 Texts = tuple[str, ...]
@@ -82,7 +82,7 @@ def groups_of(target: Any, args: Iterable[Any]) -> list[str]:
     return names(args) if names is not None else []
 
 
-@cache
+@by_address
 def _names_of_groups(target: Any) -> Callable[[Iterable[Any]], list[str]] | None:
     """What finds the names of the groups among the arguments of an op; None for an op that does not communicate."""
     space = getattr(target, "namespace", "")

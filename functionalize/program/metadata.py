@@ -29,7 +29,7 @@ A result of an op without a fake kernel that answers (custom ops without `regist
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +55,7 @@ from functionalize.ir.phases import set_phases
 from functionalize.repeats import Repeats, Section
 from functionalize.tape.notes import TapeNotes
 from functionalize.tape.ownership import OpPlaces, ownership_of
+from functionalize.util.by_address import by_address
 from functionalize.util.gc_pause import only_young_collections
 from functionalize.util.user_stack import StackTexts
 
@@ -235,7 +236,7 @@ def size_by_data(node: fx.Node) -> Any:
     return as_recorded(node) if may_be and is_sized_by_data(record) else None
 
 
-@cache
+@by_address
 def _may_be_sized_by_data(target: Any) -> bool:
     return torch.Tag.dynamic_output_shape in getattr(target, "tags", ())
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from functionalize._compat.graphs import append_copy
+from functionalize._compat.graphs import NodeWriter
 from functionalize.program.executable import Executable
 from functionalize.program.lower import lower
 from functionalize.program.printer import program_text
@@ -53,10 +53,10 @@ class Program(Executable):
             self._values.finish()
         graph = fx.Graph()
         copied: dict[fx.Node, fx.Node] = {}
-        of = copied.__getitem__
+        of, copy = copied.__getitem__, NodeWriter(graph).copy
         for node in self.graph.nodes:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), of)
-            new = copied[node] = append_copy(graph, node, args, kwargs)
+            new = copied[node] = copy(node, args, kwargs)
             new.meta.update(node.meta)
         return replace(self, graph=graph, constants=dict(self.constants), _module=None, _run=None)
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx
 
-from functionalize._compat.graphs import append_copy, pytree
+from functionalize._compat.graphs import NodeWriter, pytree
 from functionalize.ir.guards import AliasGuard, TensorGuard
 from functionalize.ir.inputs import WholeStorage
 from functionalize.program.executable import Executable
@@ -299,10 +299,11 @@ class ReplacedParts:
 def _copied(program: Any, rest: Iterator[Any]) -> Any:
     found = ReplacedParts.of(program, rest)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    copy = NodeWriter(graph).copy
     for node, arguments in found.arguments.items():
         args, kwargs = fx.node.map_arg(arguments, copies.__getitem__)
-        made = append_copy(graph, node, args, kwargs)
-        made.meta, copies[node] = node.meta.copy(), made
+        made = copies[node] = copy(node, args, kwargs)
+        made.meta.update(node.meta)
     for node, size in found.sized.items():
         copies[node].meta["sized"] = size
     return dataclasses.replace(

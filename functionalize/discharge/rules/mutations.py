@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 
 from functionalize.errors import UnsupportedOpError
+from functionalize.util.by_address import by_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def is_mutating(target: Any) -> bool:
     return bool(_written(target))
 
 
-@cache
+@by_address
 def _written(target: Any) -> tuple[tuple[int | None, str], ...]:
     found: list[tuple[int | None, str]] = []
     for i, a in enumerate(target._schema.arguments):
@@ -68,7 +68,7 @@ def _written(target: Any) -> tuple[tuple[int | None, str], ...]:
     return tuple(found)
 
 
-@cache
+@by_address
 def written_arguments(target: Any) -> tuple[tuple[int | None, str], ...]:
     """(position or None, name) of every argument that the schema of `target` marks as written."""
     return _written(target)
@@ -82,7 +82,7 @@ def leaves_gradients(target: Any, kwargs: Mapping[str, Any]) -> bool:
     return _may_unscale(target) and kwargs.get("grad_scale") is None
 
 
-@cache
+@by_address
 def _may_unscale(target: Any) -> bool:
     schema = getattr(target, "_schema", None)
     if schema is None or not schema.name.startswith("aten::_fused_"):
@@ -128,7 +128,7 @@ def _overloads(target: Any) -> list[Any]:
     return [o for o in found if not _written(o) and o._schema.returns]
 
 
-@cache
+@by_address
 def functional_form(target: Any) -> FunctionalForm:
     """The functional counterpart of a mutating op; raises `UnsupportedOpError` if it has none."""
     schema = target._schema
@@ -151,7 +151,7 @@ def functional_form(target: Any) -> FunctionalForm:
     )
 
 
-@cache
+@by_address
 def inplace_form(target: Any) -> tuple[Any, FunctionalForm] | None:
     """The op that writes the result of `target` to one of its arguments, with its functional form; None: no such op."""
     namespace, name = target._schema.name.split("::")
