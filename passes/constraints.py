@@ -19,6 +19,7 @@ from torch import fx
 
 from functionalize._compat.dispatch import OpOverload
 from functionalize._compat.graphs import input_nodes
+from functionalize._compat.references import address
 from functionalize.analysis.aliases import is_view, written_nodes
 from functionalize.analysis.dead_code import is_impure
 from functionalize.cost.decide.ordering import Constraints, Schedule, Uses
@@ -63,21 +64,22 @@ def effects_of(live: Liveness) -> list[fx.Node]:
     A wait need not, but that of a message (`ir/point_to_point.py`), nor an op that writes memory of the graph alone: it
     stays in order with all on that memory.
     """
-    known: dict[Any, bool] = {}
+    known: dict[int, bool] = {}
 
     def is_impure_for_torch(node: fx.Node) -> bool:
         if not isinstance(node.target, OpOverload):
             return node.is_impure()
-        if node.target not in known:  # this does not depend on the arguments, and takes long
-            known[node.target] = node.is_impure()
-        return known[node.target]
+        at = address(node.target)
+        if at not in known:  # this does not depend on the arguments, and takes long
+            known[at] = node.is_impure()
+        return known[at]
 
     def is_effect(node: fx.Node) -> bool:
         if node.op != "call_function" or is_wait(node):
             return is_wait_of_message(node)
         written = written_nodes(node)
-        is_of_torch = getattr(node.target, "namespace", "") == "aten" and not is_random(node)
-        if written and is_of_torch and all(live.of[target] for _, target in written):
+        is_own = bool(written) and all(live.of[target] for _, target in written)
+        if is_own and not is_random(node) and getattr(node.target, "namespace", "") == "aten":
             return False
         return is_impure(node) or is_impure_for_torch(node) or is_random(node)
 

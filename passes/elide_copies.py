@@ -28,7 +28,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -48,6 +47,7 @@ from functionalize.passes.base import Pass
 from functionalize.passes.metadata import revalue
 from functionalize.passes.views import Geometries, erase_unused, same_above
 from functionalize.program.program import Program
+from functionalize.util.by_address import by_address
 
 aten = torch.ops.aten
 
@@ -76,7 +76,7 @@ class ElideCopies(Pass):
     parts: bool = False
 
     def apply(self, program: Program) -> int:
-        known = Geometries()
+        known = Geometries(program)
         views = [n for n in program.graph.nodes if _is_same_view(n, known)]
         for node in views:
             _replace(node, node.all_input_nodes[0])
@@ -152,12 +152,12 @@ class Copies:
             self._first(each).last = place
         for _, written in written_nodes(node):
             self._first(written).written = True
-        if used and _is_of(node.target, _ABSOLUTE):
+        if used and _is_absolute(node.target):
             self._first(used[0]).absolute = True
 
     def _record_scatters(self) -> None:
         """Fill `unit`, and `nbytes`, which only matters if there are scatters."""
-        scatters = [n for n in self.nodes if _is_of(n.target, _SCATTERS) and self.known[n]]
+        scatters = [n for n in self.nodes if _is_scatter(n.target) and self.known[n]]
         # The result's storage is as large as the base's, so what the result is scattered to counts, too.
         for node in reversed(scatters):
             base = self._first(node.all_input_nodes[0])
@@ -210,12 +210,10 @@ class Copies:
 
     def _copies_plain(self, node: fx.Node) -> bool:
         """Whether a node copies strided tensors of known sizes."""
-        if node.target is _SPLIT:
-            read = [node.all_input_nodes[0], *node.users]
-        elif node.target in _SOURCE:
-            read = [node, _source(node)]
-        else:
+        if not _is_copy(node.target):
             return False
+        is_split = node.target is _SPLIT
+        read = [node.all_input_nodes[0], *node.users] if is_split else [node, _source(node)]
         return all(self.known[each] is not None for each in read)
 
     def _frees_memory(self, node: fx.Node) -> bool:
@@ -280,10 +278,19 @@ class Copies:
         )
 
 
-@cache
-def _is_of(target: Any, packets: frozenset[Any]) -> bool:
-    """Whether an op is an overload of one of these."""
-    return getattr(target, "overloadpacket", None) in packets
+@by_address
+def _is_copy(target: Any) -> bool:
+    return target is _SPLIT or target in _SOURCE
+
+
+@by_address
+def _is_scatter(target: Any) -> bool:
+    return getattr(target, "overloadpacket", None) in _SCATTERS
+
+
+@by_address
+def _is_absolute(target: Any) -> bool:
+    return getattr(target, "overloadpacket", None) in _ABSOLUTE
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -323,7 +330,7 @@ def _is_same_view(node: fx.Node, known: Geometries) -> bool:
 def _undone(program: Program) -> int:
     """Remove the views that lead back to a value up their chain, now that no copy is between them; how many."""
     # The values of views were made anew.
-    done, guarded, known = 0, bool(program.guards), Geometries()
+    done, guarded, known = 0, bool(program.guards), Geometries(program)
     for node in list(program.graph.nodes):
         same = same_above(node, guarded, known)
         if same is not None:
@@ -367,6 +374,6 @@ def _to_views(node: fx.Node) -> None:
             dict(node.kwargs),
             "split_with_sizes",
         )
-    views.meta = dict(node.meta)
+    views.meta.update(node.meta)
     node.replace_all_uses_with(views)
     node.graph.erase_node(node)

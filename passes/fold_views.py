@@ -47,7 +47,7 @@ class FoldViews(Pass):
     name: ClassVar[str] = "fold_views"
 
     def apply(self, program: Program) -> int:
-        folds, done = _Folds(bool(program.guards)), 0
+        folds, done = _Folds(program), 0
         with disable_current_modes():
             kept = _regrouped(program.graph)
             for node in list(program.graph.nodes):
@@ -68,8 +68,8 @@ def _regrouped(graph: fx.Graph) -> set[fx.Node]:
 class _Folds:
     """Folds the views of one graph. Equal layers have equal views: a step between two geometries is looked for once."""
 
-    def __init__(self, guarded: bool) -> None:
-        self._guarded, self._known = guarded, Geometries()
+    def __init__(self, program: Program) -> None:
+        self._guarded, self._known = bool(program.guards), Geometries(program)
         self._steps: dict[tuple[Geometry, Geometry], Step | None] = {}
 
     def fold(self, node: fx.Node) -> bool:
@@ -81,7 +81,7 @@ class _Folds:
         with node.graph.inserting_before(node):
             name = target.overloadpacket.__name__
             new = node.graph.create_node("call_function", target, (base, *args), name=name)
-        new.meta = dict(node.meta)  # the value is the same, on the same memory
+        new.meta.update(node.meta)  # the value is the same, on the same memory
         node.replace_all_uses_with(new)
         erase_unused(node)
         return True

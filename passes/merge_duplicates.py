@@ -73,7 +73,7 @@ class MergeDuplicates(Pass):
         nodes = list(program.graph.nodes)
         if any(written_nodes(node) for node in nodes):
             return 0
-        lives, numbers = Lives(program), Numbers(bool(program.guards))
+        lives, numbers = Lives(program), Numbers(program)
         kept: dict[Hashable, fx.Node] = {}  # (number, memory) -> the last node of that value
         done = 0
         for node in nodes:
@@ -102,12 +102,12 @@ class MergeDuplicates(Pass):
 class Numbers:
     """Numbers nodes so that nodes with the same number have equal bits and the same geometry (value numbering)."""
 
-    def __init__(self, guarded: bool) -> None:
-        self.guarded = guarded
+    def __init__(self, program: Program) -> None:
+        self.guarded = bool(program.guards)
         self._of: dict[fx.Node, int] = {}
         self._known: dict[Hashable, int] = {}
         self._pure: set[fx.Node] = set()
-        self._geometries = Geometries()
+        self._geometries = Geometries(program)
         self._origin: dict[fx.Node, fx.Node] = {}  # view -> the start of its chain of views
 
     def number(self, node: fx.Node) -> int:

@@ -42,6 +42,7 @@ from torch import Tensor, fx
 from functionalize.cost.calls import arguments_of
 from functionalize.ir.barrier import BARRIER
 from functionalize.ir.waits import WAIT
+from functionalize.util.by_address import by_address
 
 aten = torch.ops.aten
 FUNCTIONAL = torch.ops._c10d_functional
@@ -138,10 +139,14 @@ def collectives(graph: fx.Graph) -> list[Collective]:
 
 def is_collective(node: fx.Node) -> bool:
     """Whether a node sends to other ranks or meets them."""
-    if node.op != "call_function" or node.target is WAIT:
+    return _is_collective_op(node.target)
+
+
+@by_address
+def _is_collective_op(target: Any) -> bool:
+    if target is WAIT:
         return False
-    namespace = getattr(node.target, "namespace", "")
-    return namespace in ("_c10d_functional", "_dtensor") or node.target is BARRIER
+    return getattr(target, "namespace", "") in ("_c10d_functional", "_dtensor") or target is BARRIER
 
 
 def gathers(graph: fx.Graph) -> list[Gather]:

@@ -38,7 +38,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import fx
 
-from functionalize._compat.graphs import input_nodes
+from functionalize._compat.graphs import input_nodes, set_arguments
 from functionalize.analysis.aliases import Aliases, results, results_of, storage_classes
 from functionalize.analysis.dead_code import is_number, keeps_its_place
 from functionalize.analysis.inplace_forms import Write, fits, form_of, parts_of, writes_of
@@ -46,10 +46,12 @@ from functionalize.ir.commit import commit
 from functionalize.ir.epilogue import Copy, Set
 from functionalize.ir.ops import geometry_of
 from functionalize.ir.phases import OPTIMIZER, phase_of
+from functionalize.ir.waits import is_functional_collective
 from functionalize.passes.base import FUNCTIONAL, INPLACE, Pass
 from functionalize.passes.metadata import NewValues, origin_meta, set_value
 from functionalize.program.program import Program
 from functionalize.program.prune_unused import drop_unused_results
+from functionalize.util.by_address import by_address
 
 aten = torch.ops.aten
 
@@ -179,7 +181,7 @@ class InplacePlan:
     def is_reusable(self, write: Write) -> bool:
         """Whether the old value is a whole temporary storage whose last reader is this op."""
         memory = self.of(write.old)
-        if not memory.own or memory.returned or not fits(write) or not self.dies(write):
+        if not memory.own or memory.returned or not self.dies(write) or not fits(write):
             return False
         value = write.old.meta["val"]
         whole = value.untyped_storage().nbytes() == geometry_of(value).nbytes
@@ -237,7 +239,7 @@ class InplacePlan:
             assert write is not None
             if write.spared or write.op in self.early:
                 return []
-            if not fits(write) or not self.dies(write):
+            if not self.dies(write) or not fits(write):
                 return []
             chain.append(write)
             node = write.old
@@ -287,7 +289,7 @@ def _returned(program: Program) -> Iterator[Any]:
 
 def _waits(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes that wait for a collective; until then it reads its operands."""
-    if getattr(node.target, "namespace", "") != "_c10d_functional":
+    if not is_functional_collective(node.target):
         return
     for user in node.users:
         yield user
@@ -298,7 +300,12 @@ def _waits(node: fx.Node) -> Iterator[fx.Node]:
 def _is_torch_op(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and _is_torch_op(node.args[0])
-    return getattr(node.target, "namespace", "") in ("aten", "prims", "_c10d_functional")
+    return _is_of_torch(node.target)
+
+
+@by_address
+def _is_of_torch(target: Any) -> bool:
+    return getattr(target, "namespace", "") in ("aten", "prims", "_c10d_functional")
 
 
 def _read(node: fx.Node) -> Iterator[fx.Node]:
@@ -363,11 +370,14 @@ def _rewrite(
     for op, cloned in chosen.items():
         _put_in_place(op, plan.writes[op], cloned, moved)
     node.args = tuple(_now(guard, moved) for guard in guards)
+
+    def now(node: fx.Node) -> Any:
+        return _now(node, moved)
+
     # One node at a time: `replace_all_uses_with` would be quadratic in long lists.
     for each in graph.nodes:
-        if each not in moved and any(n in moved for n in input_nodes(each)):
-            each.args = fx.node.map_arg(each.args, lambda n: _now(n, moved))
-            each.kwargs = fx.node.map_arg(each.kwargs, lambda n: _now(n, moved))
+        if each not in moved and not moved.keys().isdisjoint(input_nodes(each)):
+            set_arguments(each, *fx.node.map_arg((each.args, each.kwargs), now))
     values = NewValues(program.fakes)
     for new in moved:
         for member in plan.of(new).members:  # views of the result lie in other memory now
@@ -404,7 +414,7 @@ def _put_in_place(
                 memory = op.graph.create_node(
                     "call_function", aten.clone.default, (memory,), name="clone"
                 )
-                memory.meta = origin_meta(op)
+                memory.meta.update(origin_meta(op))
                 set_value(memory)
                 at, index = write.at
                 if index is None:
@@ -419,10 +429,10 @@ def _put_in_place(
         name = found[0]._schema.name.rpartition("::")[2]
         named = {str(key): value for key, value in args.items()}
         node = op.graph.create_node("call_function", found[0], positional, named, name)
-    node.meta = origin_meta(op) | {"val": None}
+    node.meta.update(origin_meta(op), val=None)
     if op in moved:  # an in-place op with one output returns the tensor that it writes
         written = moved[op].meta
-        node.meta |= {"val": written["val"], "tensor_meta": written["tensor_meta"]}
+        node.meta.update(val=written["val"], tensor_meta=written["tensor_meta"])
         moved[op] = node
 
 

@@ -34,6 +34,7 @@ from functionalize.passes.base import Pass
 from functionalize.passes.metadata import NewValues
 from functionalize.passes.views import Geometries, erase_unused, is_plain, same_above
 from functionalize.program.program import Program
+from functionalize.util.by_address import by_address
 
 aten = torch.ops.aten
 _CLONE = aten.clone.default
@@ -46,7 +47,7 @@ class RemoveNoops(Pass):
     name: ClassVar[str] = "remove_noops"
 
     def apply(self, program: Program) -> int:
-        done, guarded, known = 0, bool(program.guards), Geometries()
+        done, guarded, known = 0, bool(program.guards), Geometries(program)
         values = NewValues(program.fakes)
         for node in list(program.graph.nodes):
             same = same_above(node, guarded, known)
@@ -54,7 +55,7 @@ class RemoveNoops(Pass):
                 node.replace_all_uses_with(same)
                 erase_unused(node)
                 done += 1
-            elif node.target in _COPIED and node.users and is_plain(node):
+            elif _may_copy(node.target) and node.users and known[node] is not None:
                 done += _to_clone(node, values)
         return done
 
@@ -106,14 +107,19 @@ _COPIED: Mapping[Any, Callable[[fx.Node], Any]] = MappingProxyType(
 )
 
 
+@by_address
+def _may_copy(target: Any) -> bool:
+    return target in _COPIED
+
+
 def _to_clone(node: fx.Node, values: NewValues) -> bool:
     """Replace an op that copies its argument by `clone`, unless the layout would differ."""
     source = _COPIED[node.target](node)
-    if not isinstance(source, fx.Node) or not is_plain(source):
+    if not isinstance(source, fx.Node) or not is_plain(source.meta.get("val")):
         return False
     with node.graph.inserting_before(node):
         clone = node.graph.create_node("call_function", _CLONE, (source,), name="clone")
-    clone.meta = dict(node.meta)
+    clone.meta.update(node.meta)
     values.set(clone)
     old, new = node.meta["val"], clone.meta["val"]
     assert isinstance(old, Tensor)

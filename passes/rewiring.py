@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from functionalize._compat.graphs import pytree
+from functionalize._compat.graphs import pytree, set_arguments
 from functionalize.analysis.aliases import storage_key
 from functionalize.passes.metadata import NewValues
 
@@ -32,8 +32,7 @@ class Rewiring:
         for used in node.all_input_nodes:
             if used in instead:
                 lost.update(_memory(used))
-        node.args = fx.node.map_arg(node.args, lambda n: instead.get(n, n))
-        node.kwargs = fx.node.map_arg(node.kwargs, lambda n: instead.get(n, n))
+        set_arguments(node, *fx.node.map_arg((node.args, node.kwargs), lambda n: instead.get(n, n)))
 
     def settle(self) -> None:
         """Remake the fake values of views whose source lies in other memory now."""

@@ -45,8 +45,11 @@ def run(program: Program, passes: Iterable[Pass] | str) -> Program:
     passes = parse(passes) if isinstance(passes, str) else tuple(passes)
     _check_stages(program.stage, passes)
     program.describe()  # once for the program and all its copies
-    with no_collections():  # what passes look up of a graph lives as long as they run
-        return _run(program, passes)
+    try:
+        with no_collections():  # what passes look up of a graph lives as long as they run
+            return _run(program, passes)
+    finally:
+        program.geometries.clear()  # those of values that no node has any more, too
 
 
 @dataclass(frozen=True)

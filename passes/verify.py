@@ -44,8 +44,10 @@ from functionalize.ir.commit import is_commit
 from functionalize.ir.epilogue import Copy, Resize, Set
 from functionalize.ir.ops import Geometry, geometry_of
 from functionalize.ir.outputs import Result
+from functionalize.ir.waits import is_functional_collective
 from functionalize.passes.base import INPLACE, STAGES, Pass
 from functionalize.passes.graph_modules import program_of
+from functionalize.passes.views import geometry_in
 from functionalize.program.collective_order import groups_of
 from functionalize.program.printer import window_text
 from functionalize.program.program import Program
@@ -127,10 +129,10 @@ def _metadata(program: Program, nodes: Sequence[fx.Node], aliases: Aliases) -> I
         if described is None:
             yield node, f"`{node.name}` has a tensor in meta['val'] and no meta['tensor_meta']"
             continue
-        shape, stride, dtype = value.shape, value.stride(), value.dtype
-        if (shape, stride, dtype) == (described.shape, described.stride, described.dtype):
+        have: Any = geometry_in(program, value) or (value.shape, value.stride(), 0, value.dtype)
+        if (have[0], have[1], have[3]) == (described.shape, described.stride, described.dtype):
             continue
-        have = (tuple(shape), tuple(stride), dtype)
+        have = tuple(have[0]), tuple(have[1]), have[3]
         recorded = (tuple(described.shape), tuple(described.stride), described.dtype)
         if have != recorded:
             yield (
@@ -143,7 +145,7 @@ def _metadata(program: Program, nodes: Sequence[fx.Node], aliases: Aliases) -> I
         value = node.meta["val"]
         if not isinstance(value, Tensor) or not isinstance(spec.geometry, Geometry):
             continue
-        now = geometry_of(value)
+        now = geometry_in(program, value) or geometry_of(value)
         if now != spec.geometry or value.device != spec.device:
             yield (
                 node,
@@ -254,8 +256,10 @@ def _waited(program: Program, nodes: Sequence[fx.Node], aliases: Aliases) -> Ite
         elif node.target is operator.getitem and node.all_input_nodes[0] in started:
             started[node] = started[node.all_input_nodes[0]]
             continue
-        if getattr(node.target, "namespace", "") == "_c10d_functional" and node not in started:
+        if is_functional_collective(node.target) and node not in started:
             continue  # a wait
+        if not started or started.keys().isdisjoint(input_nodes(node)):
+            continue
         for used in input_nodes(node):
             if used in started and used is not node:
                 yield (

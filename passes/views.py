@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
 
 from functionalize._compat.fakes import has_symbolic_sizes
 from functionalize._compat.graphs import first_input
+from functionalize._compat.references import address
 from functionalize.analysis.aliases import is_view
 from functionalize.analysis.dead_code import is_impure
 from functionalize.ir.ops import Geometry, geometry_of
 from functionalize.passes.metadata import UNSAFE_VIEW
+from functionalize.program.program import Program
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
 
@@ -62,12 +65,26 @@ def _may_be_external(node: fx.Node) -> bool:
 class Geometries(dict[fx.Node, Geometry | None]):
     """The geometry of each value that is plain (`is_plain`), None of any other; read once, when it is first asked for.
 
-    For use while no value changes: a chain of views asks for each of its values many times.
+    For use while no node gets another value: a chain of views asks for each of its values many times. What is read of a
+    value, which never changes, is known to all passes over a program.
     """
 
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self._program = program
+
     def __missing__(self, node: fx.Node) -> Geometry | None:
-        found = self[node] = geometry_of(node.meta["val"]) if is_plain(node) else None
+        found = self[node] = geometry_in(self._program, node.meta.get("val"))
         return found
+
+
+def geometry_in(program: Program, value: Any) -> Geometry | None:
+    """The geometry of a value of a program that is plain, None of any other; read once."""
+    known = program.geometries.get(address(value))
+    if known is None:
+        found = geometry_of(value) if is_plain(value) else None
+        known = program.geometries[address(value)] = value, found
+    return known[1]
 
 
 def same_above(node: fx.Node, guarded: bool, known: Geometries) -> fx.Node | None:
@@ -93,9 +110,8 @@ def _is_spoken_for(node: fx.Node) -> bool:
     return node.op != "call_function" or any(user.op == "output" for user in node.users)
 
 
-def is_plain(node: fx.Node) -> bool:
+def is_plain(value: Any) -> TypeGuard[Tensor]:
     """Whether a value is a strided tensor of known sizes: comparing symbolic ones adds guards."""
-    value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return False
     return not has_symbolic_sizes(value)

@@ -26,7 +26,7 @@ from functionalize.discharge.rules.mutations import (
     inplace_form,
     is_mutating,
 )
-from functionalize.ir.generators import is_random
+from functionalize.ir.generators import is_random_op
 from functionalize.ir.ops import geometry_of
 from functionalize.util.by_address import by_address
 
@@ -61,10 +61,8 @@ class Write:
 
 def form_of(node: fx.Node) -> tuple[Any, FunctionalForm] | None:
     """The in-place form of a node's op, if it is known to compute the same bits; else None."""
-    if node.op != "call_function":
-        return None
     is_exact, by_element = _exactness(node.target)
-    if not is_exact or is_random(node):
+    if not is_exact:
         return None
     return inplace_form(node.target) or (_out_of(node) if by_element else None)
 
@@ -72,7 +70,7 @@ def form_of(node: fx.Node) -> tuple[Any, FunctionalForm] | None:
 @by_address
 def _exactness(target: Any) -> tuple[bool, bool]:
     """Whether the in-place form of an op is known to compute the same bits; whether as each element is by itself."""
-    if not hasattr(target, "_schema") or target.namespace != "aten":
+    if not hasattr(target, "_schema") or target.namespace != "aten" or is_random_op(target):
         return False, False
     by_element = torch.Tag.pointwise in target.tags or target in _EXACT
     return by_element or target._schema.name.startswith(_LISTS), by_element

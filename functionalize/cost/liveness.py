@@ -26,9 +26,8 @@ from torch import Tensor, fx
 from functionalize._compat.graphs import first_input, input_nodes
 from functionalize._compat.references import address
 from functionalize.analysis.aliases import Aliases, storage_key
+from functionalize.ir.waits import is_functional_collective
 from functionalize.program.metadata import tensors_of
-
-_FUNCTIONAL = "_c10d_functional"
 
 
 @dataclass(slots=True, eq=False)
@@ -75,32 +74,33 @@ class Liveness:
 
     def _find(self, aliases: Aliases) -> None:
         """A storage per group of aliases, and per storage of a list's items that no node aliases."""
-        of_key: dict[Any, Storage | None] = {}
+        of_key: dict[Any, tuple[Storage, ...]] = {}  # none: the caller's
 
-        def storage_of(key: Any, node: fx.Node, value: Tensor, place: int) -> Storage | None:
-            if key in of_key:
-                return of_key[key]
-            storage = None
-            if node.op not in ("placeholder", "get_attr"):  # else it is the caller's
-                storage = Storage(int(value.untyped_storage().nbytes()), place, place)
-                self.storages.append(storage)
-            of_key[key] = storage
-            return storage
+        def storage_of(key: Any, node: fx.Node, value: Tensor, place: int) -> tuple[Storage, ...]:
+            found = of_key.get(key)
+            if found is None:
+                found = ()
+                if node.op not in ("placeholder", "get_attr"):  # else it is the caller's
+                    found = (Storage(int(value.untyped_storage().nbytes()), place, place),)
+                    self.storages += found
+                of_key[key] = found
+            return found
 
+        of = self.of
         for place, node in enumerate(self.nodes):
             value = node.meta.get("val")
             if isinstance(value, Tensor):
-                storage = storage_of(aliases.of(node), node, value, place)
-                self.of[node] = () if storage is None else (storage,)
+                row = of[node] = storage_of(aliases.of(node), node, value, place)
+            elif value is None:
+                row = of[node] = ()
             else:
                 found: dict[int, Storage] = {}
                 for each in tensors_of(value):
                     fake = storage_key(each)
-                    storage = storage_of(aliases.on(fake) or fake, node, each, place)
-                    if storage is not None:
+                    for storage in storage_of(aliases.on(fake) or fake, node, each, place):
                         found[address(storage)] = storage
-                self.of[node] = tuple(found.values())
-            for storage in self.of[node]:
+                row = of[node] = tuple(found.values())
+            for storage in row:
                 storage.nodes.append(node)
         self._use()
 
@@ -111,20 +111,21 @@ class Liveness:
             last[node] = place  # no place before it is later
             for read in input_nodes(node):
                 last[read] = place
-            for held in held_before(node):
-                last[held] = max(place - 1, last.get(held, 0))
+            if is_functional_collective(node.target):
+                for held in held_before(node):
+                    last[held] = max(place - 1, last.get(held, 0))
+        of = self.of
         for node, place in last.items():
-            for storage in self.of[node]:
+            for storage in of[node]:
                 if place > storage.last:
                     storage.last = place
 
 
 def held_before(node: fx.Node) -> list[fx.Node]:
     """The inputs of the collective whose wait this node is: the backend releases them at the wait."""
-    if getattr(node.target, "namespace", "") != _FUNCTIONAL or not input_nodes(node):
+    if not is_functional_collective(node.target) or not input_nodes(node):
         return []
     source = first_input(node)
     if source.target is operator.getitem:  # a coalesced collective returns a list
         source = source.all_input_nodes[0]
-    started = getattr(source.target, "namespace", "") == _FUNCTIONAL
-    return source.all_input_nodes if started else []
+    return source.all_input_nodes if is_functional_collective(source.target) else []

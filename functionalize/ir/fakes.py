@@ -272,7 +272,7 @@ class Fakes:
         return self._cache.made(recipe, [])
 
 
-def _viewed(target: Any, args: Any, kwargs: Any, base: FakeTensor) -> Any:
+def _viewed(target: Any, args: Any, kwargs: Any, base: Any) -> Any:
     """The recipe of a view of torch's, by its kernel for the meta tensor that a fake is: a tenth of a fake's time.
 
     base: the one tensor among the arguments. None of other ops, and where the result is not on its storage.

@@ -10,13 +10,21 @@ must be the same on every rank, stays. Linear in nodes and edges.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import fx
 
 from functionalize.ir.point_to_point import RECEIVE, is_message
+from functionalize.util.by_address import by_address
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default if torch.distributed.is_available() else None
+
+
+@by_address
+def is_functional_collective(target: Any) -> bool:
+    """Whether an op is a functional collective or its wait."""
+    return getattr(target, "namespace", "") == "_c10d_functional"
 
 
 def is_wait_of_message(node: fx.Node) -> bool:

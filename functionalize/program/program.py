@@ -9,11 +9,13 @@ program.gradient_of(name)     of a parameter            program.tape()          
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import fx
 
 from functionalize._compat.graphs import NodeWriter
+from functionalize.ir.ops import Geometry
 from functionalize.program.executable import Executable
 from functionalize.program.lower import lower
 from functionalize.program.printer import program_text
@@ -26,6 +28,8 @@ from functionalize.tape.tape import Tape
 class Program(Executable):
     """A captured callable as a value; `Executable` lists its fields.
 
+    geometries: what passes have read of fake values (`passes/views.py`), shared by copies.
+
     >>> program = fz.functions.trace(lambda x: x.sin(), torch.ones(2))
     >>> _ = program.print_readable()
     program(
@@ -37,6 +41,10 @@ class Program(Executable):
     >>> torch.equal(program(torch.zeros(2)), torch.zeros(2))
     True
     """
+
+    geometries: dict[int, tuple[Any, Geometry | None]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @property
     def with_graph(self) -> Program:
@@ -58,7 +66,9 @@ class Program(Executable):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), of)
             new = copied[node] = copy(node, args, kwargs)
             new.meta.update(node.meta)
-        return replace(self, graph=graph, constants=dict(self.constants), _module=None, _run=None)
+        made = replace(self, graph=graph, constants=dict(self.constants), _module=None, _run=None)
+        made.geometries = self.geometries
+        return made
 
     def print_readable(self, print_output: bool = True, provenance: bool = False) -> str:
         """The graph, then the epilogue, as text. print_output: also print it.
