@@ -194,7 +194,7 @@ class Lives:
 
     def home(self, node: fx.Node) -> Hashable:
         """A key that is equal for nodes on the same memory."""
-        return tuple(map(id, self._storages(node)))
+        return self._storages(node)
 
     def may_merge(self, first: fx.Node, node: fx.Node, held: int | None) -> bool:
         """Whether `first` may replace `node`."""
@@ -226,8 +226,11 @@ class Lives:
             if mine in self._returned:
                 self._returned.add(its)
 
-    def _storages(self, node: fx.Node) -> list[Storage]:
-        return [self._now(storage) for storage in self._live.of[node]]
+    def _storages(self, node: fx.Node) -> tuple[Storage, ...]:
+        found = self._live.of[node]
+        if self._joined.keys().isdisjoint(found):
+            return found
+        return tuple(map(self._now, found))
 
     def _now(self, storage: Storage) -> Storage:
         while storage in self._joined:

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -100,18 +100,20 @@ class MemoryUse:
 
     def add_reader(self, node: fx.Node, place: dict[fx.Node, int]) -> None:
         """Note a node that reads the memory. place: of each node."""
-        if node not in self.readers:
-            self.readers.append(node)
-            if len(self.readers) > 1:
-                self.readers.sort(key=place.__getitem__)
-                self.readers = self.readers[-2:]
+        readers = self.readers
+        if node not in readers:
+            readers.append(node)
+            if len(readers) > 1:
+                if place[readers[-2]] > place[node]:  # else they are in order
+                    readers.sort(key=place.__getitem__)
+                del readers[:-2]
 
 
 class _Uses(NamedTuple):
     """What a node reads, wherever it is moved.
 
-    read: the tensors, once per occurrence. waits: the nodes that wait for it. is_torch_op: whether the node calls an op
-    of torch.
+    read: the groups of aliases of the tensors, once per occurrence. waits: the nodes that wait for it. is_torch_op:
+    whether the node calls an op of torch.
     """
 
     read: tuple[fx.Node, ...]
@@ -119,9 +121,10 @@ class _Uses(NamedTuple):
     is_torch_op: bool
 
     @staticmethod
-    def of(node: fx.Node) -> _Uses:
+    def of(node: fx.Node, group: Mapping[fx.Node, fx.Node]) -> _Uses:
         is_torch_op = node.op == "call_function" and _is_torch_op(node)
-        return _Uses(tuple(_read(node)), tuple(_waits(node)), is_torch_op)
+        read = tuple(map(group.__getitem__, _read(node)))
+        return _Uses(read, tuple(_waits(node)), is_torch_op)
 
 
 class InplacePlan:
@@ -132,7 +135,7 @@ class InplacePlan:
         self.slots = results(program.graph)
         aliases = Aliases(program.graph)
         self.group = {n: aliases.of(n) for n in program.graph.nodes}
-        self.uses = {n: _Uses.of(n) for n in program.graph.nodes}
+        self.uses = {n: _Uses.of(n, self.group) for n in program.graph.nodes}
         self.writes = {n: w for n in program.graph.nodes if (w := writes_of(n)) is not None}
         self.made = {new: w for writes in self.writes.values() for w in writes for new in w.new}
         self._group_counts: dict[fx.Node, Counter[fx.Node]] = {}  # per op: its arguments by group
@@ -154,14 +157,18 @@ class InplacePlan:
                 self.place[node] -= len(self.place)
         self.memory = {group: MemoryUse() for group in self.group.values()}
         for node in self.graph.nodes:
-            memory, uses = self.of(node), self.uses[node]
+            groups, waits, is_torch_op = self.uses[node]
+            memory = self.memory[self.group[node]]
             memory.members.append(node)
-            memory.own &= uses.is_torch_op
-            for group in dict.fromkeys(map(self.group.__getitem__, uses.read)):
+            memory.own &= is_torch_op
+            for group in dict.fromkeys(groups) if len(groups) > 1 else groups:
                 read = self.memory[group]
-                read.returned |= node.op == "output"
-                for reader in (node, *uses.waits):
-                    read.add_reader(reader, self.place)
+                read.add_reader(node, self.place)
+                for wait in waits:
+                    read.add_reader(wait, self.place)
+        (output,) = self.graph.find_nodes(op="output")
+        for group in self.uses[output].read:
+            self.memory[group].returned = True
 
     def of(self, node: fx.Node) -> MemoryUse:
         """The memory of a node."""
@@ -173,8 +180,7 @@ class InplacePlan:
         group = self.group[write.old]
         counts = self._group_counts.get(write.op)
         if counts is None:
-            read = map(self.group.__getitem__, self.uses[write.op].read)
-            counts = self._group_counts[write.op] = Counter(read)
+            counts = self._group_counts[write.op] = Counter(self.uses[write.op].read)
         others = (r for r in self.memory[group].readers if r is not write.op)
         return counts[group] == 1 and all(self.place[r] < at for r in others)
 
@@ -313,7 +319,7 @@ def _read(node: fx.Node) -> Iterator[fx.Node]:
     if node.target is operator.getitem:
         return
     arguments: list[fx.Node] = []
-    if node.op != "placeholder":
+    if input_nodes(node):
         fx.node.map_arg((node.args, node.kwargs), arguments.append)
     for each in arguments:
         yield each

@@ -63,7 +63,7 @@ class Uses:
         place = live.place
         of = [tuple(number[id(s)] for s in live.of[n]) for n in live.nodes]
         reads = [tuple(map(place.__getitem__, input_nodes(node))) for node in live.nodes]
-        holds = [tuple(place[n] for n in held_before(node)) for node in live.nodes]
+        holds = [tuple(map(place.__getitem__, held_before(node))) for node in live.nodes]
         touches = []
         for i, node in enumerate(live.nodes):
             # A `getitem` result is on one storage of the list: touching the others too would be quadratic in its
@@ -101,15 +101,15 @@ class Schedule:
             self.place[i] = at
         self.first = [-1] * len(uses.nbytes)
         last = [0] * len(uses.nbytes)
-        used = self._last_uses()
+        used, of, first = self._last_uses(), uses.of, self.first
         for at, i in enumerate(order):
-            for storage in uses.of[i]:
-                if self.first[storage] < 0:
-                    self.first[storage] = at
+            for storage in of[i]:
+                if first[storage] < 0:
+                    first[storage] = at
                 if last[storage] < used[i]:
                     last[storage] = used[i]
         steps = [0] * (len(order) + 1)
-        for nbytes, begin, end in zip(uses.nbytes, self.first, last, strict=True):
+        for nbytes, begin, end in zip(uses.nbytes, first, last, strict=True):
             steps[begin] += nbytes
             steps[end + 1] -= nbytes
         for nbytes, begin, end in self.in_flight():
