@@ -53,12 +53,23 @@ class Trainer:
         """A schedule with stages of its own, around the models of this rank."""
         cpu = torch.device("cpu")
         stages = [
-            PipelineStage(model, number, self.count, cpu, group=self.group)
+            PipelineStage(
+                model,
+                number,
+                self.count,
+                cpu,
+                group=self.group,
+                **self.shapes(number, microbatches),
+            )
             for model, number in zip(self.models, self.numbers, strict=True)
         ]
         return self.kind(
             stages if self.is_multi else stages[0], microbatches, loss_fn=nn.functional.mse_loss
         )
+
+    def shapes(self, number, microbatches):
+        """What a stage is told of its input and output: nothing, so that stages ask each other."""
+        return {}
 
     def run(self, call, x, target):
         losses = []
@@ -148,6 +159,22 @@ class EvaluatingByTheSame(Evaluating):
         self.for_evaluation = self.schedule
 
 
+class ShapesGiven:
+    """Stages that ask for no shapes: whether all do, their ranks find out by a tensor, of which each reads a number."""
+
+    def shapes(self, number, microbatches):
+        x = torch.empty(8 // microbatches, D, device="meta", requires_grad=True)
+        return {"input_args": (x if number else x.detach(),), "output_args": (x,)}
+
+
+class KnownShapes(ShapesGiven, Trainer):
+    pass
+
+
+class KnownShapesAndEvaluation(ShapesGiven, EvaluatingByTheSame):
+    pass
+
+
 def local(parameter):
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
@@ -213,6 +240,7 @@ LOOPS = {
     "two runs for a step of the optimizer, in two calls": ByCalls,
     "some batches of fewer microbatches, by another schedule": WithShortBatches,
     "evaluation by another schedule, captured, too": Evaluating,
+    "stages whose shapes are given": KnownShapes,
 }
 
 
@@ -223,7 +251,14 @@ def test_a_loop(made):
 
 
 @pytest.mark.filterwarnings("ignore::functionalize.errors.UncapturableWarning")
-def test_an_evaluation_by_the_same_schedule():
-    """After it, torch exchanges shapes anew: these calls run eagerly on all ranks."""
-    for _, text in run_on_ranks(trained, "Schedule1F1B", False, EvaluatingByTheSame, 8, world=2):
-        assert "exchanges Python objects" in text
+@pytest.mark.parametrize(
+    "made, why",
+    [
+        (EvaluatingByTheSame, "exchanges Python objects"),
+        (KnownShapesAndEvaluation, "step: "),
+    ],
+)
+def test_an_evaluation_by_the_same_schedule(made, why):
+    """After it, torch exchanges shapes anew: these calls run eagerly on all ranks. Or it votes on them anew."""
+    for _, text in run_on_ranks(trained, "Schedule1F1B", False, made, 16, world=2):
+        assert why in text
