@@ -7,6 +7,8 @@ import importlib
 import importlib.util
 import io
 import re
+import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import functionalize as fz
 from functionalize import errors
 from functionalize.functions import resize_storage_bytes_
 from tests.fsdp.table import PART, table
-from tests.page_code import blocks_of, unfenced
+from tests.page_code import blocks_of, shape, shells_of, unfenced
 from tests.planner.cli.entry import Command, command
 
 __all__ = ["command"]  # a fixture
@@ -180,6 +182,75 @@ def test_the_code_of_a_page_prints_what_the_page_says(
         at = f"{page.relative_to(ROOT)}:{block.line}"
         printed = printed_by(block.code, names, at)
         assert block.output is None or printed == block.output.strip(), at
+
+
+def own_commands(page: Path) -> list[Any]:
+    return [
+        each for each in shells_of(page.read_text()) if each.command.startswith("functionalize ")
+    ]
+
+
+WITH_COMMANDS = [page for page in PAGES if own_commands(page)]
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.stem)
+def test_the_commands_of_a_page_have_the_options_that_they_name(page: Path) -> None:
+    typer = pytest.importorskip("typer")
+    from functionalize.planner.cli.app import app
+
+    group = typer.main.get_command(app)
+    for shell in own_commands(page):
+        name, *arguments = shlex.split(shell.command.partition(" > ")[0])[1:]
+        group.commands[name].make_context(name, arguments)  # raises for an option that is not there
+
+
+def test_a_command_on_two_pages_prints_the_same() -> None:
+    said: dict[str, str] = {}
+    for page in WITH_COMMANDS:
+        for shell in own_commands(page):
+            assert said.setdefault(shell.command, shell.output) == shell.output, shell.command
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.stem)
+def test_the_commands_of_a_page_print_what_the_page_says(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    for shell in own_commands(page):
+        if not shell.runs:
+            continue
+        text, _, file = shell.command.partition(" > ")
+        ran = command(*shlex.split(text)[1:], columns=shell.columns)
+        if file:
+            Path(file).write_text(ran.out)
+        assert_same_shape(shape("" if file else ran.out), shape(shell.output), shell.command)
+
+
+def assert_same_shape(printed: list[str], said: list[str], where: str) -> None:
+    """Lines are equal, but that `...` on a page stands for any."""
+    at = 0
+    for i, line in enumerate(said):
+        if line == "...":
+            assert said[i + 1] in printed[at:], (where, said[i + 1], printed[at:])
+            at = printed.index(said[i + 1], at)
+        else:
+            assert printed[at : at + 1] == [line], (where, printed)
+            at += 1
+    assert printed[at:] == [], where
+
+
+def test_shapes() -> None:
+    page = "<!-- 90 columns -->\n```console\n$ a \\\n  b\nx 1.5 GiB  -3%\n...\ny\n$ c > d\n```\n"
+    first, second = shells_of(page)
+    assert first == ("a b", "x 1.5 GiB  -3%\n...\ny\n", 90, True)
+    assert second == ("c > d", "", 90, True)
+    assert shape(first.output) == ["x # #", "...", "y"]
+    assert_same_shape(["x # #", "z", "y"], shape(first.output), "")
+    for wrong in (["x # #", "y", "z"], ["x #", "y"], ["x # #"]):
+        with pytest.raises(AssertionError):
+            assert_same_shape(wrong, shape(first.output), "")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
