@@ -38,6 +38,7 @@ from functionalize.ir.generators import generators_restored_on_error, is_random
 from functionalize.ir.guards import Guard, Miss, NanGuard, TensorGuard, ValueGuard, first_failure
 from functionalize.ir.inputs import Call, InputSpec
 from functionalize.ir.outputs import OutputBuilder, OutputRole, SourceItself, viewed_by
+from functionalize.program.failed_messages import note_message
 from functionalize.program.gloo_waits import added_waits
 from functionalize.program.known_inputs import KnownInputs
 from functionalize.program.metadata import Values, evaluate, read_provenance, tensors_of
@@ -363,10 +364,14 @@ class Executable:
         check: called with the guarded values before an input is written. writes: see `results`.
         """
         run = self.prepare()
-        if self.stage == "INPLACE":
-            return run(inputs, check)
         write: Callable[..., Sequence[Any]] | None = getattr(run, "write", None)
-        return write(inputs, check) if writes and write is not None else run(inputs)
+        try:
+            if self.stage == "INPLACE":
+                return run(inputs, check)
+            return write(inputs, check) if writes and write is not None else run(inputs)
+        except RuntimeError as error:
+            note_message(error)
+            raise
 
     def prepare(self) -> Callable[..., Sequence[Any]]:
         """Compile the program by its runner, which otherwise happens at the first replay; may raise `CompileError`.

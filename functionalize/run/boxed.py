@@ -32,6 +32,7 @@ from functionalize.analysis.aliases import written_nodes
 from functionalize.analysis.last_write import LastWrite, in_order, last_write
 from functionalize.ir.commit import Commit, commit, is_commit
 from functionalize.ir.waits import WAIT
+from functionalize.program.failed_messages import CODE, MESSAGES, message_text
 from functionalize.program.gloo_waits import added_waits
 from functionalize.program.program import Program
 from functionalize.run.ranges import Path, in_ranges, path_of
@@ -251,6 +252,13 @@ def _code(
 
     path: Path = ()
     bases: list[Foretold] = []
+    messages: dict[int, str] = {}
+
+    def note_line(of: fx.Node) -> None:
+        """The next line starts a message, or waits for it. The first one of `whole` comes before these."""
+        if of.op == "call_function" and (message := message_text(of)) is not None:
+            messages[len(lines) + 2] = message
+
     for node in nodes:
         if has_ranges and path != (path := path_of(node, path)):
             lines.append(f"    move({_bind(namespace, 'k', path)})")
@@ -258,9 +266,11 @@ def _code(
             lines += last_lines(last) if node is last.node else ()
             continue
         for started in waits.get(node, ()):
+            note_line(started)
             lines += _wait(names[started], started, handle_of(WAIT))
         if node in views.skipped:
             continue
+        note_line(node)
         silent = not node.users and _is_effect(node)
         if node in views.made:
             bases.append(Foretold.of(views.forms[views.made[node].of]))
@@ -295,7 +305,8 @@ def _code(
             lines.append(f"    del {', '.join(names[n] for n in dead)}")
     body = "\n".join(f"    {line}" for line in lines)
     whole = f"def make({', '.join(symbols)}):\n{body}\n    return run"
-    exec(compile(whole, "<functionalize boxed program>", "exec"), namespace)
+    namespace[MESSAGES] = messages
+    exec(compile(whole, CODE, "exec"), namespace)
     return namespace["make"], bases, last is not None
 
 
