@@ -7,9 +7,11 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from functionalize import integrations
 from tests.forks import Fork, run_module
@@ -98,6 +100,26 @@ def test_a_step_logs_metrics_as_objects(trained: Path):
     assert found["replays"] >= 0.8 * found["calls"] > 0, (
         found
     )  # `reset` ends each epoch: its first call is eager
+
+
+class Pipelined:
+    """What `torchtitan.capture` needs of a trainer with pipeline parallelism."""
+
+    parallel_dims = SimpleNamespace(pp_enabled=True)
+    config = SimpleNamespace(training=SimpleNamespace(disable_cuda_graphs=True))
+
+    def pp_forward_backward_step(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def test_torchtitan_under_pipeline_parallelism():
+    trainer = Pipelined()
+    step = integrations.torchtitan.capture(trainer)
+    for i in range(6):
+        assert torch.equal(
+            trainer.pp_forward_backward_step(torch.full((2,), i)), torch.full((2,), 2 * i)
+        )
+    assert step.stats.replays >= 3 and "pp_forward_backward_step" in step.explain()
 
 
 def modules() -> None:
