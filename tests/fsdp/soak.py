@@ -12,7 +12,9 @@ from tests.ranks import run_on_ranks
 
 def soaked(steps: int) -> list[tuple[list[float], str]]:
     """For each rank, the share of calls that replayed of each captured function, and what it explains."""
-    return run_on_ranks(trained, "Schedule1F1B", True, ForLong, steps, world=4)
+    return run_on_ranks(
+        trained, "Schedule1F1B", True, ForLong, steps, world=4, timeout=60 + 5 * steps
+    )
 
 
 if __name__ == "__main__":
