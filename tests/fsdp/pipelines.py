@@ -53,12 +53,23 @@ class Trainer:
         """A schedule with stages of its own, around the models of this rank."""
         cpu = torch.device("cpu")
         stages = [
-            PipelineStage(model, number, self.count, cpu, group=self.group)
+            PipelineStage(
+                model,
+                number,
+                self.count,
+                cpu,
+                group=self.group,
+                **self.shapes(number, microbatches),
+            )
             for model, number in zip(self.models, self.numbers, strict=True)
         ]
         return self.kind(
             stages if self.is_multi else stages[0], microbatches, loss_fn=nn.functional.mse_loss
         )
+
+    def shapes(self, number, microbatches):
+        """What a stage is told of its input and output: nothing, so that stages ask each other."""
+        return {}
 
     def run(self, call, x, target):
         losses = []
@@ -155,6 +166,22 @@ class EvaluatingByTheSame(Evaluating):
     def __init__(self, *args):
         super().__init__(*args)
         self.for_evaluation = self.schedule
+
+
+class ShapesGiven:
+    """Stages that ask for no shapes: whether all do, their ranks find out by a tensor, of which each reads a number."""
+
+    def shapes(self, number, microbatches):
+        x = torch.empty(8 // microbatches, D, device="meta", requires_grad=True)
+        return {"input_args": (x if number else x.detach(),), "output_args": (x,)}
+
+
+class KnownShapes(ShapesGiven, Trainer):
+    pass
+
+
+class KnownShapesAndEvaluation(ShapesGiven, EvaluatingByTheSame):
+    pass
 
 
 def local(parameter):

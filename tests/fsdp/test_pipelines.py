@@ -9,6 +9,8 @@ from tests.fsdp.pipelines import (
     Evaluating,
     EvaluatingByTheSame,
     ForLong,
+    KnownShapes,
+    KnownShapesAndEvaluation,
     WithShortBatches,
     trained,
 )
@@ -49,6 +51,7 @@ LOOPS = {
     "two runs for a step of the optimizer, in two calls": ByCalls,
     "some batches of fewer microbatches, by another schedule": WithShortBatches,
     "evaluation by another schedule, captured, too": Evaluating,
+    "stages whose shapes are given": KnownShapes,
 }
 
 
@@ -59,10 +62,14 @@ def test_a_loop(made):
 
 
 @pytest.mark.filterwarnings("ignore::functionalize.errors.UncapturableWarning")
-def test_an_evaluation_by_the_same_schedule():
-    """After it, torch exchanges shapes anew: these calls run eagerly on all ranks."""
-    for _, text in run_on_ranks(trained, "Schedule1F1B", False, EvaluatingByTheSame, 8, world=2):
-        assert "exchanges Python objects" in text
+@pytest.mark.parametrize(
+    "made, why",
+    [(EvaluatingByTheSame, "exchanges Python objects"), (KnownShapesAndEvaluation, "step: ")],
+)
+def test_an_evaluation_by_the_same_schedule(made, why):
+    """After it, torch exchanges shapes anew: these calls run eagerly on all ranks. Or it votes on them anew."""
+    for _, text in run_on_ranks(trained, "Schedule1F1B", False, made, 10, world=2):
+        assert why in text
 
 
 @pytest.mark.long
