@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from functionalize._compat.dispatch import no_dispatch
+from functionalize._compat.dispatch import has_kernel, no_dispatch
 from functionalize._compat.fakes import FakeMaker, FakeTensor, FakeTensorMode
 from functionalize._compat.references import address
 from functionalize.ir.fake_mode import fake_mode
@@ -277,7 +278,7 @@ def _viewed(target: Any, args: Any, kwargs: Any, base: Any) -> Any:
 
     base: the one tensor among the arguments. None of other ops, and where the result is not on its storage.
     """
-    if type(target) is not _OVERLOAD or not target.is_view or target.namespace != "aten":
+    if type(target) is not _OVERLOAD or not _is_view(target):
         return None
     size, stride, offset, dtype, *bits = geometry_fields(base)
     if any(bits) or not args or args[0] is not base:
@@ -296,6 +297,13 @@ def _viewed(target: Any, args: Any, kwargs: Any, base: Any) -> Any:
             return None
         found.append(_TensorRecipe(geometry, device, 0))
     return type(out)(found) if many else found[0]
+
+
+@cache
+def _is_view(target: Any) -> bool:
+    """Whether an op is always a view, by a kernel of its own: `to` and `reshape` call others, which may copy."""
+    calls_others = has_kernel(target.name(), "CompositeImplicitAutograd")
+    return bool(target.is_view and target.namespace == "aten" and not calls_others)
 
 
 def _acts_by_index(target: Any) -> bool:

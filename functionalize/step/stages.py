@@ -85,7 +85,7 @@ _LEFT_OUT = (
     "messages between two ranks: capture it with passes='default'"
 )
 _SENDS = "sends"  # messages between two ranks
-_AGAIN = "again"  # several recordings of such calls had numbers beside messages
+_AGAIN = "again"  # it is not the first recording of such calls with numbers beside messages
 _READS, _RELIES = "reads", "relies"  # a number that may be live in the next recording; a number
 
 
@@ -378,8 +378,8 @@ def _without_late_numbers(
     """A refusal of a program with messages if this rank, or one that it votes with, relies on a number of its graph.
 
     If such a number had another value, the step would run again and send its messages a second time, to ranks that
-    have no part in the vote. Of the first recordings it is a warm-up: later calls may not do so, as a schedule of
-    pipelining whose ranks vote on shapes at its first call, and after an evaluation.
+    have no part in the vote. Of the first recording it is a warm-up: later calls may not do so, as a schedule of
+    pipelining whose ranks vote on shapes at its first call.
     """
     if isinstance(mine, Refused) or (vote is None and not must_vote(recorder)):
         return mine
@@ -389,9 +389,8 @@ def _without_late_numbers(
 
 
 def may_still_change(unkept: Mapping[str, int] | None) -> bool:
-    """Whether fewer recordings of such calls had numbers beside messages than show that all have. unkept: by reason."""
-    before = unkept.get(without_numbers(_LATE), 0) if unkept is not None else 0
-    return before + 1 < MAX_WARMUPS
+    """Whether no other recording of such calls had numbers beside messages. unkept: those not kept, by reason."""
+    return unkept is None or without_numbers(_LATE) not in unkept
 
 
 def _refused(mine: Outcome, why: str, may_change: bool) -> Outcome:
