@@ -232,7 +232,7 @@ def _is_whole(spec: InputSpec) -> bool:
 _FIELDS = tuple(
     each.name
     for each in dataclasses.fields(Program)
-    if each.name not in ("graph", "notes") and not each.name.startswith("_")
+    if each.init and each.name not in ("graph", "notes") and not each.name.startswith("_")
 )
 
 
