@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -226,6 +227,7 @@ def test_refuses_arguments_that_it_does_not_know():
             operator.mul,
             (node.args[0], fx.node.Argument),
         )  # nothing that has a key
-    graph, numbers = gm.graph, Numbers(guarded=True)
+    program = SimpleNamespace(guards=[None], geometries={})
+    graph, numbers = gm.graph, Numbers(program)
     found = [numbers.number(n) for n in graph.nodes]
     assert len(set(found)) == len(found)

@@ -388,7 +388,9 @@ def test_an_overflow_of_a_scaled_loss(form: str) -> None:
         assert same(ours.state(), eager.state()), call
         assert ours.scaler.get_scale() == eager.scaler.get_scale()
     assert step.stats.replays >= 6
-    assert all(program.writes for program in step.programs)
+    # The one for an overflow, which comes twice, cannot pay for its passes.
+    assert all(program.writes for program in step.programs if program.history)
+    assert any(program.writes for program in step.programs)
 
 
 def test_a_guard_that_fails_changes_nothing() -> None:
