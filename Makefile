@@ -4,6 +4,7 @@
 #   make test ARGS=tests                  all tests: without a path, the slow ones (marked `long`) are left out
 #   make test WORKERS=0                   in one process, without pytest-xdist
 #   make test TORCH=2.15.0                another torch, in an environment of its own: .venv-2.15.0
+#   make trl                              the tests of TRL and PEFT, which are skipped where these are not installed
 #   make newest PYTHON=python3.13         what CI runs on the newest torch and a newer Python
 #   make fuzz                             5,000 changed files, 2,000 random programs at random sizes
 #   make package                          both archives into dist/, checked; the wheel is imported where it alone is
@@ -39,7 +40,7 @@ PIP := $(call pip_of,$(VENV))
 # An environment that holds nothing yet.
 new_venv = $(PYTHON) -m venv --clear $(1) >/dev/null 2>&1 || $(PYTHON) -m venv --clear --without-pip $(1)
 
-.PHONY: demo test newest fuzz lint bench package site env clean
+.PHONY: demo test newest trl trl-env fuzz lint bench package site env clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo $(ARGS)
@@ -50,6 +51,13 @@ test: $(STAMP)
 newest:
 	$(MAKE) demo TORCH=$(NEWEST)
 	$(MAKE) test TORCH=$(NEWEST) ARGS="-m 'not long' $(addprefix tests/,$(FOLDERS))"
+
+# TRL and PEFT bring packages of their own, none of which moves torch: beside the others, where they are asked for.
+trl-env: $(STAMP)
+	@$(PIP) install --quiet torch==$(TORCH) --editable '.[trl,peft]'
+
+trl: trl-env
+	$(BIN)/python -m pytest $(PARALLEL) tests/integrations/test_trl.py
 
 fuzz: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m fuzz tests/program tests/templates
